@@ -1,0 +1,34 @@
+"""`python -m decode_worker`: one decode worker, configured through the environment."""
+
+from __future__ import annotations
+
+import sys
+
+from decode_worker.worker import DecodeWorker
+from kv_transfer import make_receiver
+from splitserve.config import WorkerConfig
+from splitserve.membership import Membership
+from splitserve.process import pin_to_cores
+from splitserve.wire.channel import Channel
+from splitserve.worker_process import facts_of, load_runner, run_role
+
+
+def serve(config: WorkerConfig, worker_id: str) -> None:
+    """Load, join, serve until drained."""
+    pin_to_cores(config.cores)
+    runner = load_runner(config)
+    receiver = make_receiver(config.transport, runner.kv_cache)
+    channel = Channel(config.keys, receiver)
+    channel.connect_control(config.control_endpoint, worker_id.encode())
+    endpoint = channel.bind_data(config.bind_host)
+    membership = Membership(config, channel, worker_id)
+    membership.watch_signals()
+    try:
+        membership.join(facts_of(config, runner), endpoints=(endpoint,))
+        DecodeWorker(runner, channel, receiver, membership).run()
+    finally:
+        membership.leave()
+
+
+if __name__ == "__main__":
+    sys.exit(run_role(serve))

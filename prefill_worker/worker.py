@@ -1,0 +1,253 @@
+"""The prefill worker: computes prompts and ships their KV."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from kv_transfer.base import KVSender
+from prefill_worker.handoff import Action, Finish, Handoffs, Send, SendFrame
+from prefill_worker.scheduler import PrefillScheduler
+from splitserve.engine.model_runner import ModelRunner
+from splitserve.engine.step import chunk_of
+from splitserve.membership import Membership, TerminationRequested
+from splitserve.request import SampledToken
+from splitserve.scheduling.block_manager import BlockManager
+from splitserve.scheduling.chunking import Planned
+from splitserve.scheduling.prompt_clock import PromptClock
+from splitserve.scheduling.sequence import Request, RequestKey, first_rows
+from splitserve.wire import messages as m
+from splitserve.wire.channel import (
+    Channel,
+    ControlReceived,
+    DataReceived,
+    RoomAvailable,
+    SendFailed,
+)
+
+MAX_FRAME_BYTES = 4 * 1024 * 1024
+
+log = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """Owns the loop of one prefill process."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        channel: Channel,
+        sender: KVSender,
+        membership: Membership,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.blocks = BlockManager(runner.num_blocks)
+        self.scheduler = PrefillScheduler(
+            self.blocks, runner.layout.block_size, runner.max_num_batched_tokens
+        )
+        self.handoffs = Handoffs(membership.worker_id, runner.layout, MAX_FRAME_BYTES)
+        self._runner = runner
+        self._channel = channel
+        self._sender = sender
+        self._membership = membership
+        self._clock = clock
+        self._prompts = PromptClock()
+        self._decode: dict[RequestKey, tuple[str, str]] = {}
+        self._draining = False
+        self._drain_due = float("inf")
+        self._num_tokens = 0
+        self._num_kv_bytes = 0
+        self._num_steps = 0
+
+    def run(self) -> None:
+        """Until drained: take what came, admit, compute one step, push KV."""
+        while not self._done():
+            for event in self._membership.receive(self._wait_s()):
+                self.take(event)
+            self.expire()
+            self.admit()
+            self.compute()
+            for event in self._membership.receive(0):
+                self.take(event)  # Grants that came during the step: their KV can go now
+            self.push()
+            self._membership.turn(self.stats())
+            self.check_when_idle()
+
+    def take(self, event: object) -> None:
+        """One event of the inbox."""
+        now = self._clock()
+        match event:
+            case ControlReceived(message):
+                self._take_control(message, now)
+            case DataReceived(_, message):
+                self.act(self.handoffs.handle(message, now))
+            case SendFailed(peer, message):
+                self._send_failed(peer, message)
+            case TerminationRequested():
+                self._draining = True
+            case RoomAvailable():
+                pass  # the loop turns, and push looks at the room
+            case _:
+                log.warning("unexpected event %s", event)
+
+    def expire(self) -> None:
+        """Give up what is late."""
+        now = self._clock()
+        self.act(self.handoffs.expire(now))
+        for request in self.scheduler.requests():
+            if request.deadline <= now:
+                self._fail(request, "deadline", "the request's deadline passed", retriable=False)
+
+    def admit(self) -> None:
+        """Prompts that now hold their blocks are announced to their decode workers."""
+        now = self._clock()
+        for sequence in self.scheduler.admit():
+            request = sequence.request
+            if request.sampling.max_tokens > 1:
+                to = self._decode[request.key]
+                self.act([self.handoffs.open(request, to, self._membership.epoch, now)])
+
+    def compute(self) -> None:
+        """One forward pass over the next chunks."""
+        plan = self.scheduler.schedule()
+        if not plan:
+            return
+        now = self._clock()
+        for chunk in plan:
+            self._prompts.started(chunk.sequence.request.key, now)
+        try:
+            sampled = self._runner.step([chunk_of(planned) for planned in plan])
+        except Exception as error:
+            log.exception("a forward pass failed; its prompts fail, the worker goes on")
+            for chunk in plan:
+                self._fail(chunk.sequence.request, "prefill", f"{type(error).__name__}: {error}")
+            return
+        self._num_steps += 1
+        self.scheduler.computed(plan)
+        for planned, tokens in zip(plan, sampled, strict=True):
+            self._computed(planned, tokens)
+
+    def push(self) -> None:
+        """Send what is computed, granted, and fits in the transport's room."""
+        self.act(self.handoffs.pump(self._sender.room_bytes))
+
+    def act(self, actions: list[Action]) -> None:
+        """Carry actions of the hand-off out."""
+        for action in actions:
+            match action:
+                case Send(peer, message):
+                    self._channel.send_data(peer, message)
+                case SendFrame(peer, key, epoch, region):
+                    header = m.FrameHeader(*key, epoch=epoch, region=region, checksum=0)
+                    block_ids = self.scheduler.block_ids(key)
+                    self._num_kv_bytes += self._sender.send(peer, header, block_ids)
+                    self.handoffs.sent(key, self._clock())
+                case Finish(key, report):
+                    self._forget(key)
+                    self._channel.send_control(report)
+
+    def stats(self) -> m.WorkerStats:
+        counts = self.blocks.counts
+        return m.WorkerStats(
+            num_blocks_total=counts.total,
+            num_blocks_free=counts.free,
+            num_blocks_used=counts.used,
+            num_blocks_reserved=counts.reserved,
+            num_requests_running=self.scheduler.num_computing,
+            num_requests_waiting=self.scheduler.num_waiting,
+            num_transfers_in_flight=self.handoffs.num_in_flight,
+            num_tokens_prefilled=self._num_tokens,
+            num_kv_bytes_sent=self._num_kv_bytes,
+            num_steps=self._num_steps,
+        )
+
+    def check_when_idle(self) -> None:
+        """Invariants that must hold when nothing is here."""
+        if self.scheduler.idle:
+            self.blocks.check()
+            assert self.blocks.counts.used == 0, "blocks are held by nobody"
+            assert not (self._prompts or self._decode), "a prompt was not forgotten"
+
+    def _take_control(self, message: m.ToWorker | m.ToLauncher, now: float) -> None:
+        match message:
+            case m.Prefill():
+                self._submit(message, now)
+            case m.Release(request_id, attempt):
+                key = RequestKey(request_id, attempt)
+                self.act(list(self.handoffs.release(key)))
+                self._forget(key)
+            case m.Drain(_, deadline_s):
+                self._draining = True
+                self._drain_due = now + deadline_s
+            case _:
+                log.warning("unexpected message %s", message)
+
+    def _submit(self, message: m.Prefill, now: float) -> None:
+        request = Request.of(message, now)
+        if message.epoch != self._membership.epoch or self.scheduler.knows(request.key):
+            log.warning("dropped Prefill %s of epoch %s", request.key, message.epoch)
+        elif self._draining:
+            self._report_failure(request, "admission", "the worker is draining", retriable=True)
+        elif self.scheduler.never_fits(request):
+            reason = (
+                f"{len(request.token_ids)} tokens never fit in {self.blocks.counts.total} blocks"
+            )
+            self._report_failure(request, "admission", reason, retriable=False)
+        elif message.decode_worker_id is None or message.decode_endpoint is None:
+            reason = "Prefill without a decode worker"
+            self._report_failure(request, "admission", reason, retriable=False)
+        else:
+            self._prompts.arrived(request.key, now)
+            self._decode[request.key] = (message.decode_worker_id, message.decode_endpoint)
+            self.scheduler.submit(request)
+
+    def _computed(self, planned: Planned, tokens: tuple[SampledToken, ...]) -> None:
+        key = planned.sequence.request.key
+        self._num_tokens += planned.num_tokens
+        self.handoffs.computed(key, planned.end)
+        if planned.samples:
+            self._first_tokens(planned, tokens)
+
+    def _first_tokens(self, planned: Planned, tokens: tuple[SampledToken, ...]) -> None:
+        """Report the first token of each choice at once; its KV follows."""
+        now = self._clock()
+        request = planned.sequence.request
+        rows = first_rows(planned.sequence, tokens)
+        queued_s, prefill_s = self._prompts.finish(request.key, now)
+        first = m.FirstToken(*request.key, request.epoch, rows, queued_s, prefill_s)
+        self._channel.send_control(first)
+        unfinished = [row for row in rows if row.finish is None]
+        self.act(self.handoffs.prompt_finished(request, unfinished, now))
+
+    def _send_failed(self, peer: str, message: object) -> None:
+        log.warning("could not send %s to %s", type(message).__name__, peer)
+        if isinstance(message, m.Open | m.FrameHeader | m.Commit):
+            key = RequestKey(message.request_id, message.attempt)
+            self.act(self.handoffs.send_failed(key, f"the decode worker at {peer} is unreachable"))
+
+    def _fail(self, request: Request, stage: m.Stage, reason: str, retriable: bool = True) -> None:
+        self.act(self.handoffs.release(request.key))
+        self._forget(request.key)
+        self._report_failure(request, stage, reason, retriable)
+
+    def _report_failure(
+        self, request: Request, stage: m.Stage, reason: str, retriable: bool
+    ) -> None:
+        report = m.Failed(*request.key, request.epoch, stage, reason, retriable)
+        self._channel.send_control(report)
+
+    def _forget(self, key: RequestKey) -> None:
+        self.scheduler.release(key)
+        self._prompts.forget(key)
+        self._decode.pop(key, None)
+
+    def _wait_s(self) -> float | None:
+        if self.scheduler.num_computing:
+            return 0
+        dues = [r.deadline for r in self.scheduler.requests()]
+        due = min([*dues, self.handoffs.due() or float("inf"), self._drain_due])
+        return None if due == float("inf") else max(0.0, due - self._clock())
+
+    def _done(self) -> bool:
+        return self._draining and (self.scheduler.idle or self._clock() >= self._drain_due)

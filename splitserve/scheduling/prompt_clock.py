@@ -1,0 +1,33 @@
+"""When each prompt arrived and when its computing began, for the timing of an answer."""
+
+from __future__ import annotations
+
+from splitserve.scheduling.sequence import RequestKey
+
+
+class PromptClock:
+    """Owns two moments of each prompt that has no first token yet."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[RequestKey, float] = {}
+        self._started: dict[RequestKey, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def arrived(self, key: RequestKey, now: float) -> None:
+        self._arrived[key] = now
+
+    def started(self, key: RequestKey, now: float) -> None:
+        """A forward pass over the prompt begins; only the first one counts."""
+        if key in self._arrived:
+            self._started.setdefault(key, now)
+
+    def finish(self, key: RequestKey, now: float) -> tuple[float, float]:
+        """Seconds it waited, and seconds from its first forward pass until `now`."""
+        started = self._started.pop(key)
+        return started - self._arrived.pop(key), now - started
+
+    def forget(self, key: RequestKey) -> None:
+        self._arrived.pop(key, None)
+        self._started.pop(key, None)

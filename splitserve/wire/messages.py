@@ -1,0 +1,377 @@
+"""Every message of the protocol: data only, grouped by receiver. docs/protocol.md is the prose.
+
+request_id and attempt name one try at one prompt; epoch names the coordinator's life. Durations
+travel as seconds left (`deadline_s`, `stall_timeout_s`), never as timestamps. Tensors never ride
+inside a message: a `FrameHeader` announces one raw buffer that follows it as its own ZeroMQ frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from splitserve.config import Fingerprint, KVLayout, Role
+from splitserve.request import FinishReason, Sampling, TokenLogprobs
+
+Stage = Literal["admission", "prefill", "transfer", "decode", "deadline", "internal"]
+
+# -- parts -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the n answers to a prompt."""
+
+    choice_id: int
+    seed: int  # 0 <= seed < 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Consecutive output tokens of one choice. `first_index` counts output tokens from 0."""
+
+    request_id: str
+    attempt: int
+    choice_id: int
+    first_index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when asked for
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a worker can do and what it serves; fixed for its life."""
+
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    layout: KVLayout
+    fingerprint: Fingerprint
+    num_threads: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A worker's state at one moment, as GET /cluster shows it."""
+
+    num_blocks_total: int = 0
+    num_blocks_free: int = 0
+    num_blocks_used: int = 0
+    num_blocks_cached: int = 0
+    num_blocks_reserved: int = 0
+    num_blocks_quarantined: int = 0
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_transfers_in_flight: int = 0
+    num_tokens_prefilled: int = 0
+    num_tokens_decoded: int = 0
+    num_kv_bytes_sent: int = 0
+    num_kv_bytes_received: int = 0
+    num_preemptions: int = 0
+    num_frames_dropped: int = 0
+    num_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a request's KV: layers [layer_start, layer_end), tokens [token_start, token_end),
+    KV heads [head_start, head_end). Tokens are numbered within the request."""
+
+    layer_start: int
+    layer_end: int
+    token_start: int
+    token_end: int
+    head_start: int
+    head_end: int
+
+
+# -- to a worker (control channel) -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answers Hello: the worker belongs to this coordinator's life."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Answers Hello: the worker does not fit this cluster; it exits, showing the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    """Answers Heartbeat, on the heartbeat's own socket: the coordinator lives."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute a prompt. With a decode address the KV goes there; without, it stays (local)."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    token_ids: tuple[int, ...]  # prompt, then output already delivered (a re-submission)
+    num_prompt_tokens: int
+    choices: tuple[Choice, ...]
+    sampling: Sampling
+    deadline_s: float
+    stall_timeout_s: float
+    decode_worker_id: str | None = None
+    decode_endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Forget a request and free what it holds. Idempotent."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no new work, finish what is there within `deadline_s`, exit with code 0."""
+
+    epoch: str
+    deadline_s: float
+
+
+# -- to the coordinator (control channel) ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a process. A worker says it after a real forward pass.
+
+    role "launcher" carries no facts and no endpoints.
+    """
+
+    worker_id: str
+    role: Literal["prefill", "decode", "launcher"]
+    launch_id: str
+    pid: int
+    host: str
+    endpoints: tuple[str, ...] = ()  # data sockets, one a rank (decode only; rank 0 speaks)
+    facts: WorkerFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Sent by a thread of its own. `loop_age_s` is how long ago the worker's loop last turned."""
+
+    worker_id: str
+    epoch: str
+    loop_age_s: float
+    stats: WorkerStats
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first output token of each choice, from whoever computed the prompt."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    rows: tuple[TokenRow, ...]
+    queued_s: float  # from the Prefill's arrival to its first forward pass
+    prefill_s: float  # from there to the token
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The prefill worker is done with a request: its blocks are free again."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    num_kv_bytes: int  # 0 when every choice finished at its first token
+    transfer_s: float  # from Grant to Received
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """All tokens of one decode step."""
+
+    epoch: str
+    rows: tuple[TokenRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker gives a request up and holds nothing of it any more."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    stage: Stage
+    reason: str
+    retriable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """From the launcher: a process it started is gone and reaped."""
+
+    launch_id: str
+    pid: int
+    exit_code: int  # negative: the signal
+    last_lines: str  # the end of what it printed, at most 4 kB
+
+
+# -- to the launcher (control channel) ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start one worker."""
+
+    launch_id: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop a worker: SIGTERM, and SIGKILL after the grace."""
+
+    launch_id: str
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Every worker asked for at the start is ready; HTTP answers at base_url."""
+
+    epoch: str
+    base_url: str
+
+
+# -- prefill → decode (data channel) -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Announces a prompt whose KV will come; all the decode worker must know to go on with it."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    to_worker_id: str
+    from_worker_id: str
+    reply_to: str  # the coordinator that gets the tokens
+    layout: KVLayout
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    choices: tuple[Choice, ...]
+    sampling: Sampling
+    deadline_s: float
+    stall_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Announces one raw buffer: C-contiguous [layers, 2, tokens, heads, head_dim] of a region."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    region: Region
+    checksum: int  # xxh3_64 of the buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All KV has been sent. Carries the first token of each unfinished choice."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    first_tokens: tuple[TokenRow, ...]
+    num_kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget this attempt; behind everything else sent for it. Answered by AbortAck."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+
+
+# -- decode → prefill (data channel) -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Blocks are reserved; send KV from `first_missing_token` on."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    first_missing_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """No room yet; a Grant or a Refuse will follow. The prefill worker keeps its blocks."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The decode worker won't take this attempt."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    reason: str
+    retriable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Every byte of the attempt is here and verified."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """Commit came, these regions did not. They are sent once more, then a new Commit."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+    missing: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAck:
+    """Nothing of this attempt is held here any more. Answers Abort, or a message out of turn."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+
+
+ToWorker = Welcome | Reject | HeartbeatAck | Prefill | Release | Drain
+ToCoordinator = Hello | Heartbeat | FirstToken | HandedOver | Tokens | Failed | ProcessExited
+ToLauncher = Welcome | Reject | Start | Stop | Ready
+PrefillToDecode = Open | FrameHeader | Commit | Abort
+DecodeToPrefill = Grant | Queued | Refuse | Received | Incomplete | AbortAck
+Message = ToWorker | ToCoordinator | ToLauncher | PrefillToDecode | DecodeToPrefill

@@ -1,0 +1,57 @@
+"""What both worker roles do between the start of their process and the start of their loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+
+from splitserve.config import ROLE_CONFIG_ENV, WorkerConfig, from_json
+from splitserve.engine.model_runner import ModelRunner
+from splitserve.errors import SplitserveError
+from splitserve.logs import set_up_logging
+from splitserve.models import fingerprint
+from splitserve.process import die_with_parent
+from splitserve.wire import messages as m
+
+log = logging.getLogger(__name__)
+
+
+def run_role(serve: Callable[[WorkerConfig, str], None]) -> int:
+    """Read this process's config, call `serve(config, worker_id)`, return the exit code.
+
+    `worker_id` is new with each process. What users and peers cause ends in one log line.
+    """
+    config = from_json(WorkerConfig, os.environ[ROLE_CONFIG_ENV])
+    worker_id = f"{config.launch_id}-{secrets.token_hex(4)}"
+    set_up_logging(worker_id, config.log_level)
+    die_with_parent(config.parent_pid)
+    try:
+        serve(config, worker_id)
+    except SplitserveError as error:
+        log.error("%s", error)
+        return 1
+    log.info("stopped")
+    return 0
+
+
+def load_runner(config: WorkerConfig) -> ModelRunner:
+    """The model, after a real forward pass: whoever has it is ready."""
+    runner = ModelRunner.load(config.engine, config.device)
+    runner.warm_up()
+    return runner
+
+
+def facts_of(config: WorkerConfig, runner: ModelRunner) -> m.WorkerFacts:
+    """What Hello says about this worker."""
+    return m.WorkerFacts(
+        num_blocks=runner.num_blocks,
+        max_num_seqs=runner.config.max_num_seqs,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        max_model_len=runner.max_model_len,
+        layout=runner.layout,
+        fingerprint=fingerprint(config.engine.model),
+        num_threads=runner.num_threads,
+        device=config.device,
+    )

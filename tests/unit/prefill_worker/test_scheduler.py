@@ -1,0 +1,79 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefill_worker.scheduler import PrefillScheduler
+from splitserve.scheduling.block_manager import BlockManager
+from tests.unit.requests import make_request
+
+
+def scheduler(num_blocks: int = 8, budget: int = 16) -> PrefillScheduler:
+    return PrefillScheduler(BlockManager(num_blocks), 4, budget)
+
+
+def test_a_prompt_is_admitted_with_all_its_blocks_or_waits() -> None:
+    prefill = scheduler(num_blocks=4)
+    prefill.submit(make_request("a", 9))
+    prefill.submit(make_request("b", 9))
+    assert [s.request.key.request_id for s in prefill.admit()] == ["a"]
+    assert prefill.blocks.counts.used == 3
+    assert prefill.release(make_request("a", 9).key)
+    assert [s.request.key.request_id for s in prefill.admit()] == ["b"]
+
+
+def test_several_prompts_share_a_step_and_long_ones_take_several() -> None:
+    prefill = scheduler(num_blocks=20, budget=10)
+    for name, length in (("a", 6), ("b", 25)):
+        prefill.submit(make_request(name, length))
+    prefill.admit()
+    steps = []
+    while plan := prefill.schedule():
+        steps.append([(p.sequence.request.key.request_id, p.start, p.end) for p in plan])
+        prefill.computed(plan)
+    assert steps == [
+        [("a", 0, 6), ("b", 0, 4)],
+        [("b", 4, 14)],
+        [("b", 14, 24)],
+        [("b", 24, 25)],
+    ]
+    assert not prefill.idle  # the blocks are held until the hand-off is done
+
+
+def test_release_is_idempotent_and_frees_in_every_state() -> None:
+    prefill = scheduler(num_blocks=4, budget=8)
+    requests = [make_request(name, 8) for name in "abc"]
+    for request in requests:
+        prefill.submit(request)
+    prefill.admit()
+    prefill.computed(prefill.schedule())
+    assert [prefill.release(r.key) for r in requests] == [True, True, True]
+    assert [prefill.release(r.key) for r in requests] == [False, False, False]
+    assert prefill.idle
+    assert prefill.blocks.counts.free == 4
+
+
+def test_a_prompt_larger_than_the_pool_never_fits() -> None:
+    prefill = scheduler(num_blocks=4)
+    assert not prefill.never_fits(make_request("a", 16))
+    assert prefill.never_fits(make_request("a", 17))
+
+
+@given(st.lists(st.integers(1, 30), max_size=12), st.integers(1, 20))
+def test_every_token_of_every_prompt_is_computed_once(lengths: list[int], budget: int) -> None:
+    prefill = scheduler(num_blocks=10, budget=budget)
+    for number, length in enumerate(lengths):
+        prefill.submit(make_request(str(number), length))
+    computed = {str(n): 0 for n in range(len(lengths))}
+    while not prefill.idle:
+        prefill.admit()
+        plan = prefill.schedule()
+        assert 0 < sum(p.num_tokens for p in plan) <= budget
+        prefill.computed(plan)
+        for planned in plan:
+            name = planned.sequence.request.key.request_id
+            assert planned.start == computed[name]
+            computed[name] = planned.end
+            if planned.samples:
+                prefill.release(planned.sequence.request.key)
+        prefill.blocks.check()
+    assert list(computed.values()) == lengths
+    assert prefill.blocks.counts.used == 0

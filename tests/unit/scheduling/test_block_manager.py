@@ -1,0 +1,100 @@
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from splitserve.scheduling.block_manager import BlockManager, blocks_for
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
+def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
+    assert blocks_for(tokens, 16) == blocks
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    manager = BlockManager(4)
+    assert manager.allocate(5) is None
+    assert manager.num_free == 4
+    assert sorted(manager.allocate(4) or []) == [0, 1, 2, 3]
+    assert manager.allocate(1) is None
+
+
+def test_a_forked_block_is_free_only_after_its_last_reference() -> None:
+    manager = BlockManager(2)
+    block_ids = manager.allocate(1)
+    assert block_ids is not None
+    manager.fork(block_ids)
+    manager.free(block_ids)
+    assert manager.counts.used == 1
+    manager.free(block_ids)
+    assert manager.counts.free == 2
+
+
+def test_freeing_a_free_block_is_our_bug() -> None:
+    manager = BlockManager(2)
+    with pytest.raises(AssertionError, match="freed twice"):
+        manager.free([0])
+
+
+def test_check_notices_a_block_held_twice() -> None:
+    manager = BlockManager(2)
+    manager._free.append(0)
+    with pytest.raises(AssertionError, match="lost or held twice"):
+        manager.check()
+
+
+class Blocks(RuleBasedStateMachine):
+    """Any order of operations keeps every block in exactly one state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(12)
+        self.held: list[list[int]] = []
+        self.reservations: list[int] = []
+        self.next_key = 0
+
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count: int) -> None:
+        free = self.manager.num_free
+        block_ids = self.manager.allocate(count)
+        assert (block_ids is None) == (count > free)
+        if block_ids:
+            self.held.append(block_ids)
+
+    @rule(count=st.integers(0, 6))
+    def reserve(self, count: int) -> None:
+        self.next_key += 1
+        if self.manager.reserve(self.next_key, count) is not None:
+            self.reservations.append(self.next_key)
+
+    @precondition(lambda self: self.reservations)
+    @rule(data=st.data(), commits=st.booleans())
+    def settle(self, data: st.DataObject, commits: bool) -> None:
+        key = data.draw(st.sampled_from(self.reservations))
+        self.reservations.remove(key)
+        if commits:
+            self.held.append(self.manager.commit(key))
+        else:
+            self.manager.cancel(key)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        block_ids = data.draw(st.sampled_from(self.held))
+        self.manager.fork(block_ids)
+        self.held.append(list(block_ids))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        self.manager.free(self.held.pop(index))
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.manager.check()
+        counts = self.manager.counts
+        assert counts.free + counts.used + counts.reserved == counts.total
+        assert counts.used == len({b for ids in self.held for b in ids})
+
+
+TestBlocks = Blocks.TestCase

@@ -1,0 +1,32 @@
+"""docs/protocol.md lists every message with exactly its fields, under its receiver."""
+
+import dataclasses
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from splitserve.wire import messages as m
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
+SECTIONS = {
+    "To a worker (control)": m.ToWorker,
+    "To the coordinator (control)": m.ToCoordinator,
+    "To the launcher (control)": m.ToLauncher,
+    "Prefill → decode (data)": m.PrefillToDecode,
+    "Decode → prefill (data)": m.DecodeToPrefill,
+}
+
+
+def documented(section: str) -> dict[str, list[str]]:
+    text = DOCUMENT.read_text(encoding="utf-8").split(f"### {section}\n")[1].split("\n### ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| [^|]*\S[^|]* \|$", text, flags=re.MULTILINE)
+    return {name: re.findall(r"`(\w+)`", fields) for name, fields in rows}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_tables_match_the_code(section: str) -> None:
+    members = typing.get_args(SECTIONS[section])
+    expected = {kind.__name__: [f.name for f in dataclasses.fields(kind)] for kind in members}
+    assert documented(section) == expected
