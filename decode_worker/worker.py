@@ -5,19 +5,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from decode_worker import intake as i
 from decode_worker.answers import Answers
 from decode_worker.intake import Intake
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.base import FrameDropped, FrameWritten, KVReceiver, TransferKey
-from splitserve.engine.model_runner import ModelRunner
 from splitserve.engine.step import chunk_of
 from splitserve.membership import Membership, TerminationRequested
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
-from splitserve.wire.channel import Channel, ControlReceived, DataReceived, SendFailed
+from splitserve.wire.channel import (
+    Channel,
+    ChannelFailed,
+    ControlReceived,
+    DataReceived,
+    SendFailed,
+)
+
+if TYPE_CHECKING:  # the loop itself needs no torch
+    from splitserve.engine.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +90,8 @@ class DecodeWorker:
                 log.warning("could not send %s to %s", type(message).__name__, peer)
             case TerminationRequested():
                 self._draining = True
+            case ChannelFailed(reason):
+                raise RuntimeError(f"the I/O thread ended: {reason}")
             case _:
                 log.warning("unexpected event %s", event)
 

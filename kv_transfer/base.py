@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from splitserve.wire.messages import FrameHeader, KVLayout, Region
+from splitserve.config import KVLayout
+from splitserve.wire.messages import FrameHeader, Region
 
 
 class TransferKey(NamedTuple):

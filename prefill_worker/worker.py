@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kv_transfer.base import KVSender
 from prefill_worker.handoff import Action, Finish, Handoffs, Send, SendFrame
 from prefill_worker.scheduler import PrefillScheduler
-from splitserve.engine.model_runner import ModelRunner
 from splitserve.engine.step import chunk_of
 from splitserve.membership import Membership, TerminationRequested
 from splitserve.request import SampledToken
@@ -20,6 +20,7 @@ from splitserve.scheduling.sequence import Request, RequestKey, first_rows
 from splitserve.wire import messages as m
 from splitserve.wire.channel import (
     Channel,
+    ChannelFailed,
     ControlReceived,
     DataReceived,
     RoomAvailable,
@@ -27,6 +28,9 @@ from splitserve.wire.channel import (
 )
 
 MAX_FRAME_BYTES = 4 * 1024 * 1024
+
+if TYPE_CHECKING:  # the loop itself needs no torch
+    from splitserve.engine.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +90,8 @@ class PrefillWorker:
                 self._send_failed(peer, message)
             case TerminationRequested():
                 self._draining = True
+            case ChannelFailed(reason):
+                raise RuntimeError(f"the I/O thread ended: {reason}")
             case RoomAvailable():
                 pass  # the loop turns, and push looks at the room
             case _:

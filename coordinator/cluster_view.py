@@ -1,0 +1,86 @@
+"""The cluster as GET /cluster and GET /metrics show it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from coordinator.pools import Launch
+from coordinator.registry import Worker
+from coordinator.state import State
+from splitserve.config import CoordinatorConfig
+from splitserve.metrics import ClusterSample, WorkerSample
+from splitserve.wire.messages import WorkerStats
+
+_NOTHING = dataclasses.asdict(WorkerStats())
+
+
+def cluster_view(
+    state: State, config: CoordinatorConfig, pid: int, now: float
+) -> dict[str, Any]:
+    """What GET /cluster answers; docs/operations.md describes it."""
+    requests, workers = state.requests, state.registry.workers.values()
+    said_hello = {worker.launch_id for worker in workers}
+    unborn = [x for x in state.pools.launches.values() if x.launch_id not in said_hello]
+    limits = state.registry.limits
+    return {
+        "model": config.served_model_names[0],
+        "target": dict(state.pools.targets),
+        "coordinator": {
+            "epoch": state.settings.epoch,
+            "pid": pid,
+            "ready": state.ready,
+            "num_requests_in_flight": requests.num_in_flight,
+            "num_requests_waiting": len(requests.line),
+            "num_local_prefills": requests.num_local_prefills,
+            "num_wasted_tokens": requests.num_wasted_tokens,
+            "limits": None if limits is None else dataclasses.asdict(limits),
+        },
+        "workers": [
+            *(_worker(worker, now) for worker in workers),
+            *(_starting(launch) for launch in unborn),
+        ],
+    }
+
+
+def cluster_sample(state: State, num_protocol_errors: int) -> ClusterSample:
+    """What a scrape of GET /metrics reads."""
+    return ClusterSample(
+        workers=[
+            WorkerSample(w.worker_id, w.role, w.stats) for w in state.registry.alive()
+        ],
+        num_requests_in_flight=state.requests.num_in_flight,
+        num_requests_waiting=len(state.requests.line),
+        num_local_prefills=state.requests.num_local_prefills,
+        num_wasted_tokens=state.requests.num_wasted_tokens,
+        num_protocol_errors=num_protocol_errors,
+    )
+
+
+def _worker(worker: Worker, now: float) -> dict[str, Any]:
+    return {
+        "worker_id": worker.worker_id,
+        "role": worker.role,
+        "state": worker.state,
+        "pid": worker.pid,
+        "host": worker.host,
+        "launch_id": worker.launch_id,
+        "device": worker.facts.device,
+        "num_threads": worker.facts.num_threads,
+        "heartbeat_age_s": round(max(0.0, now - worker.heartbeat_at), 3),
+        "reason": worker.death or None,
+        **dataclasses.asdict(worker.stats),
+    }
+
+
+def _starting(launch: Launch) -> dict[str, Any]:
+    """A process that has not said Hello has no worker_id yet; its launch_id stands for it."""
+    return {
+        "worker_id": launch.launch_id,
+        "role": launch.role,
+        "state": "draining" if launch.stopping else "starting",
+        "pid": None,
+        "host": None,
+        "launch_id": launch.launch_id,
+        **_NOTHING,
+    }

@@ -1,0 +1,314 @@
+"""The life of requests. Pure: what clients and workers say in, actions out, the clock an argument.
+
+    waiting ─room─► at workers (tracked.Phase) ─all tokens─► Finish
+       └────────────── cancelled, deadline, Failed, a death ──► Fail, Release to whoever has it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from coordinator.events import Action, Deliver, Fail, Finish, NewRequest, Send
+from coordinator.registry import Registry, Worker
+from coordinator.router import Router
+from coordinator.tracked import Load, Tracked, loads_of
+from coordinator.waiting import WaitingLine
+from coordinator.windows import has_room_for_both, has_room_to_decode, has_room_to_prefill
+from splitserve.errors import RequestFailedError, SplitserveError, UnavailableError
+from splitserve.wire import messages as m
+
+# A complete answer waits so long for the report on its transfer, if its client asked for timing.
+TIMING_WAIT_S = 0.25
+_STATUS_OF_STAGE = {"deadline": 504, "admission": 503}
+
+log = logging.getLogger(__name__)
+
+
+class Requests:
+    """Owns every request that was accepted and has not ended."""
+
+    def __init__(
+        self,
+        epoch: str,
+        registry: Registry,
+        router: Router,
+        line: WaitingLine,
+        stall_timeout_s: float,
+    ) -> None:
+        self.line = line
+        self.num_local_prefills = 0
+        self.num_wasted_tokens = 0  # sampled for choices that had ended
+        self._epoch = epoch
+        self._registry = registry
+        self._router = router
+        self._stall_timeout_s = stall_timeout_s
+        self._tracked: dict[str, Tracked] = {}
+        self._num_accepted = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests at workers."""
+        return len(self._tracked) - len(self.line)
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._tracked)
+
+    def loads(self) -> dict[str, Load]:
+        limits = self._registry.limits
+        return loads_of(self._tracked.values(), limits.block_size) if limits else {}
+
+    def due(self) -> float | None:
+        """When `expire` has something to do."""
+        return min((t.due() for t in self._tracked.values()), default=None)
+
+    # -- clients ------------------------------------------------------------------------------
+
+    def accept(self, requests: Sequence[NewRequest], now: float) -> None:
+        """Put them in the line, all or none.
+
+        Raises OverloadedError when there is no room in it, UnavailableError when nobody decodes.
+        """
+        if not self._registry.takers("decode"):
+            raise UnavailableError("no decode worker is ready")
+        self.line.check_room(len(requests))
+        for request in requests:
+            self._num_accepted += 1
+            tracked = Tracked.of(request, self._num_accepted, now)
+            self._tracked[request.request_id] = tracked
+            self.line.add(tracked)
+
+    def cancel(self, request_id: str) -> list[Action]:
+        """Its client is gone: nobody is told but the workers."""
+        tracked = self._tracked.get(request_id)
+        return [] if tracked is None else self._end(tracked)
+
+    def choice_stopped(self, request_id: str, choice_id: int, now: float) -> list[Action]:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return []
+        tracked.stopped.add(choice_id)
+        return self._finish_if_complete(tracked, now)
+
+    def fail(self, request_id: str, error: SplitserveError) -> list[Action]:
+        tracked = self._tracked.get(request_id)
+        return [] if tracked is None else [Fail(request_id, error), *self._end(tracked)]
+
+    def expire(self, now: float) -> list[Action]:
+        """End what is late; finish what has waited long enough for its timing."""
+        actions: list[Action] = []
+        for tracked in [t for t in self._tracked.values() if t.due() <= now]:
+            request = tracked.request
+            if tracked.linger_until is not None:
+                actions += self._finish(tracked, now)
+                continue
+            where = "waiting for a worker" if not tracked.phases else "being served"
+            error = RequestFailedError(
+                f"the request took longer than {request.timeout_s:g} s, it was {where}",
+                stage="deadline",
+                status=504,
+            )
+            actions += self.fail(request.request_id, error)
+        return actions
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def first_token(self, worker: Worker, message: m.FirstToken, now: float) -> list[Action]:
+        """A prompt is computed."""
+        tracked = self._find(worker, message)
+        if tracked is None:
+            return [self._release_order(worker, message.request_id, message.attempt)]
+        tracked.timeline.worker_queue_s = message.queued_s
+        tracked.timeline.prefill_s = message.prefill_s
+        local = tracked.timeline.decode_worker_id == worker.worker_id
+        if tracked.phases.get(worker.worker_id) == "prefilling":
+            tracked.phases[worker.worker_id] = "decoding" if local else "transferring"
+        actions: list[Action] = []
+        for row in message.rows:
+            actions += self._take_row(tracked, row, now)
+        return [*actions, *self._finish_if_complete(tracked, now)]
+
+    def handed_over(self, worker: Worker, message: m.HandedOver, now: float) -> list[Action]:
+        """The prefill worker is done. About an ended request it is the answer to its Release."""
+        tracked = self._find(worker, message)
+        if tracked is None:
+            return []
+        tracked.phases.pop(worker.worker_id, None)
+        tracked.timeline.transfer_s = message.transfer_s
+        tracked.timeline.num_kv_bytes = message.num_kv_bytes
+        return self._finish_if_complete(tracked, now)
+
+    def tokens(self, worker: Worker, message: m.Tokens, now: float) -> list[Action]:
+        """A decode step's tokens."""
+        actions: list[Action] = []
+        unknown: dict[tuple[str, int], None] = {}  # each once, in order
+        touched: dict[str, Tracked] = {}
+        for row in message.rows:
+            tracked = self._find(worker, row)
+            if tracked is None:
+                self.num_wasted_tokens += len(row.tokens)
+                unknown[row.request_id, row.attempt] = None
+                continue
+            tracked.phases[worker.worker_id] = "decoding"
+            touched[row.request_id] = tracked
+            actions += self._take_row(tracked, row, now)
+        for tracked in touched.values():
+            actions += self._finish_if_complete(tracked, now)
+        releases = [self._release_order(worker, *key) for key in unknown]
+        return [*actions, *releases]
+
+    def failed(self, worker: Worker, message: m.Failed, now: float) -> list[Action]:
+        """A worker gave a request up. About an ended one it is the answer to its Release."""
+        tracked = self._find(worker, message)
+        if tracked is None:
+            return []
+        tracked.phases.pop(worker.worker_id, None)
+        if tracked.complete:
+            return self._finish(tracked, now)
+        status = _STATUS_OF_STAGE.get(message.stage, 500)
+        reason = f"{worker.worker_id} failed in stage {message.stage}: {message.reason}"
+        error = RequestFailedError(reason, stage=message.stage, status=status)
+        return self.fail(message.request_id, error)
+
+    def worker_died(self, worker: Worker, reason: str, now: float) -> list[Action]:
+        """Everything the worker held is lost."""
+        self._router.forget(worker.worker_id)
+        actions: list[Action] = []
+        for tracked in [t for t in self._tracked.values() if worker.worker_id in t.phases]:
+            phase = tracked.phases.pop(worker.worker_id)
+            if tracked.complete:
+                actions += self._finish(tracked, now)
+                continue
+            if phase == "transferring" and "decoding" in tracked.phases.values():
+                continue  # the decode worker has all it needs
+            stage: m.Stage = "prefill" if phase == "prefilling" else "decode"
+            stage = "transfer" if phase == "transferring" else stage
+            text = f"{worker.role} worker {worker.worker_id} died: {reason}"
+            error = RequestFailedError(text, stage=stage, status=503)
+            actions += self.fail(tracked.request.request_id, error)
+        return actions
+
+    # -- routing ------------------------------------------------------------------------------
+
+    def dispatch(self, now: float) -> list[Action]:
+        """Send waiting requests to workers with room, in order; nobody passes the first."""
+        actions: list[Action] = []
+        while (tracked := self.line.first()) is not None:
+            if not self._registry.takers("decode"):
+                error = UnavailableError("no decode worker is left")
+                actions += self.fail(tracked.request.request_id, error)
+                continue
+            pair = self._choose(tracked.request)
+            if pair is None:
+                break
+            self.line.remove(tracked.request.request_id)
+            actions.append(self._send(tracked, *pair, now))
+        return actions
+
+    def _choose(self, request: NewRequest) -> tuple[Worker | None, Worker] | None:
+        """A (prefill, decode) pair with room for a request; (None, decode) to prefill there."""
+        loads = self.loads()
+        prefill = self._registry.takers("prefill")
+        has_room = has_room_to_decode if prefill else has_room_for_both
+        decoders = [
+            w
+            for w in self._registry.takers("decode")
+            if has_room(w.facts, loads.get(w.worker_id, Load()), request)
+        ]
+        prefillers = [
+            w
+            for w in prefill
+            if has_room_to_prefill(w.facts, loads.get(w.worker_id, Load()), request)
+        ]
+        if not decoders or (prefill and not prefillers):
+            return None
+        decoder = self._router.choose(decoders, loads)
+        assert decoder is not None
+        return self._router.choose(prefillers, loads), decoder
+
+    def _send(
+        self, tracked: Tracked, prefiller: Worker | None, decoder: Worker, now: float
+    ) -> Send:
+        first = prefiller or decoder
+        tracked.phases[decoder.worker_id] = "awaiting"
+        tracked.phases[first.worker_id] = "prefilling"
+        self.num_local_prefills += prefiller is None
+        timeline = tracked.timeline
+        timeline.dispatched_at = now
+        timeline.prefill_worker_id = first.worker_id
+        timeline.decode_worker_id = decoder.worker_id
+        request = tracked.request
+        message = m.Prefill(
+            request.request_id,
+            tracked.attempt,
+            self._epoch,
+            request.token_ids,
+            len(request.token_ids),
+            request.choices,
+            request.sampling,
+            deadline_s=tracked.deadline - now,
+            stall_timeout_s=self._stall_timeout_s,
+            decode_worker_id=decoder.worker_id if prefiller else None,
+            decode_endpoint=decoder.endpoint if prefiller else None,
+        )
+        return Send(first.identity, message)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _find(
+        self, worker: Worker, message: m.FirstToken | m.HandedOver | m.Failed | m.TokenRow
+    ) -> Tracked | None:
+        """The request a worker speaks of, if this attempt of it was given to that worker."""
+        tracked = self._tracked.get(message.request_id)
+        if tracked is None or tracked.attempt != message.attempt:
+            return None
+        timeline = tracked.timeline
+        given_to = (timeline.prefill_worker_id, timeline.decode_worker_id)
+        return tracked if worker.worker_id in given_to else None
+
+    def _take_row(self, tracked: Tracked, row: m.TokenRow, now: float) -> list[Action]:
+        order = tracked.choices.get(row.choice_id)
+        if order is None:
+            log.warning("a row for choice %d, which nobody asked for", row.choice_id)
+            return []
+        tokens, finish = order.take(row)
+        if tracked.all_sampled:
+            assert tracked.timeline.decode_worker_id is not None
+            tracked.phases.pop(tracked.timeline.decode_worker_id, None)
+        if row.choice_id in tracked.stopped:
+            self.num_wasted_tokens += len(tokens)
+            return []
+        if not tokens and finish is None:
+            return []
+        tracked.timeline.tokens_delivered(order.num_delivered - 1, now)
+        return [Deliver(tracked.request.request_id, row.choice_id, tokens, finish)]
+
+    def _finish_if_complete(self, tracked: Tracked, now: float) -> list[Action]:
+        if not tracked.complete:
+            return []
+        timeline = tracked.timeline
+        transferring = tracked.phases.get(timeline.prefill_worker_id or "") == "transferring"
+        if tracked.request.wants_timing and transferring and timeline.was_handed_over:
+            tracked.linger_until = min(tracked.deadline, now + TIMING_WAIT_S)
+            return []
+        return self._finish(tracked, now)
+
+    def _finish(self, tracked: Tracked, now: float) -> list[Action]:
+        tracked.timeline.finished_at = now
+        return [Finish(tracked.request.request_id, tracked.timeline), *self._end(tracked)]
+
+    def _end(self, tracked: Tracked) -> list[Action]:
+        """Forget a request, here and at every worker that still has it."""
+        request_id = tracked.request.request_id
+        del self._tracked[request_id]
+        self.line.remove(request_id)
+        alive = {w.worker_id: w for w in self._registry.alive()}
+        return [
+            self._release_order(alive[worker_id], request_id, tracked.attempt)
+            for worker_id in tracked.phases
+            if worker_id in alive
+        ]
+
+    def _release_order(self, worker: Worker, request_id: str, attempt: int) -> Send:
+        return Send(worker.identity, m.Release(request_id, attempt, self._epoch))

@@ -1,0 +1,215 @@
+"""What HTTP handlers may ask of the coordinator: the door between http_api and the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from coordinator import events as e
+from coordinator.cluster_view import cluster_sample, cluster_view
+from coordinator.limits import Limits
+from coordinator.output import ChoiceOutput
+from coordinator.state import State
+from coordinator.tickets import Call, Ticket, TicketBox
+from splitserve.config import CoordinatorConfig
+from splitserve.metrics import Metrics
+from splitserve.models import ModelFacts
+from splitserve.request import Sampling
+from splitserve.tokenizer import IncrementalDetokenizer, Tokenizer
+from splitserve.wire.messages import Choice, HandedOver
+
+TOKENIZE_INLINE_CHARS = 2_000  # a longer text is tokenized off the event loop
+LOOP_STALE_S = 2.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One validated prompt, as http_api hands it over. Everything in it fits the limits."""
+
+    token_ids: tuple[int, ...]
+    num_choices: int
+    seed: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    priority: int
+    wants_timing: bool
+
+
+class Service:
+    """Owns the state machine's surroundings: the tickets, the metrics, the tokenizer.
+
+    Everything runs on the event loop; actions that need the control channel go through `send`.
+    """
+
+    def __init__(
+        self, config: CoordinatorConfig, state: State, facts: ModelFacts, tokenizer: Tokenizer
+    ) -> None:
+        self.config = config
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.created = int(time.time())
+        self.num_protocol_errors: Callable[[], int] = lambda: 0
+        self.turned_at = time.monotonic()
+        self._state = state
+        self._events: deque[e.Event] = deque()
+        self._tickets = TicketBox(self._events.append)
+        self._last_delivery: dict[tuple[str, int], float] = {}
+        self._num_prompt_tokens: dict[str, int] = {}
+        self._send: Callable[[e.Send], e.SendFailed | None] = lambda action: None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self.metrics = Metrics(
+            config.served_model_names[0],
+            lambda: cluster_sample(self._state, self.num_protocol_errors()),
+        )
+
+    def attach(self, send: Callable[[e.Send], e.SendFailed | None]) -> None:
+        """From now on messages go out through `send`."""
+        self._send = send
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- the loop's side ----------------------------------------------------------------------
+
+    def apply(self, event: e.Event) -> None:
+        """Give the state machine an event, and carry out what follows from it."""
+        self._events.append(event)
+        self._run()
+
+    def turn(self) -> None:
+        """The loop has turned."""
+        self.turned_at = time.monotonic()
+        self.apply(e.TimePassed())
+
+    def _run(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, e.MessageReceived) and isinstance(event.message, HandedOver):
+                self._observe_transfer(event.message)
+            self._perform(self._state.handle(event, time.monotonic()))
+
+    def _perform(self, actions: Sequence[e.Action]) -> None:
+        for action in actions:
+            match action:
+                case e.Send():
+                    failed = self._send(action)
+                    if failed is not None:
+                        self._events.append(failed)
+                case e.Deliver():
+                    self._deliver(action)
+                case e.Finish() | e.Fail():
+                    self._end(action)
+
+    def _observe_transfer(self, message: HandedOver) -> None:
+        if message.num_kv_bytes:
+            self.metrics.transferred(message.transfer_s)
+
+    def _deliver(self, action: e.Deliver) -> None:
+        piece = self._tickets.deliver(action)
+        if piece is not None and piece.tokens:
+            key, now = (action.request_id, action.choice_id), time.monotonic()
+            last = self._last_delivery.get(key)
+            self._last_delivery[key] = now
+            self.metrics.tokens_delivered(len(piece.tokens), None if last is None else now - last)
+
+    def _end(self, action: e.Finish | e.Fail) -> None:
+        ticket = self._tickets.end(action)
+        if ticket is None:
+            return
+        num_prompt_tokens = self._forget(ticket)
+        if isinstance(action, e.Finish):
+            self.metrics.finished(action.timeline, num_prompt_tokens, ticket.finish_reasons)
+        else:
+            self.metrics.ended(["abort"] * len(ticket.outputs))
+
+    def _forget(self, ticket: Ticket) -> int:
+        for choice_id in ticket.outputs:
+            self._last_delivery.pop((ticket.request_id, choice_id), None)
+        return self._num_prompt_tokens.pop(ticket.request_id)
+
+    # -- the handlers' side -------------------------------------------------------------------
+
+    def limits(self) -> Limits:
+        """Raises UnavailableError before the cluster is ready."""
+        return self._state.limits()
+
+    def submit(self, orders: Sequence[Order]) -> Call:
+        """Take the prompts of one call in, all or none; `give_back` must follow.
+
+        Raises OverloadedError or UnavailableError.
+        """
+        requests = [self._request(order) for order in orders]
+        actions = self._state.submit(requests, time.monotonic())
+        for request in requests:
+            self._num_prompt_tokens[request.request_id] = len(request.token_ids)
+        call = self._tickets.open(
+            [
+                (request.request_id, self._outputs(order))
+                for order, request in zip(orders, requests, strict=True)
+            ]
+        )
+        self._perform(actions)
+        self._run()
+        return call
+
+    def give_back(self, call: Call) -> None:
+        """The client has its answer, or is gone: what still runs for it is cancelled."""
+        for ticket in call.tickets:
+            cancelled = self._tickets.cancel(ticket.request_id)
+            if cancelled is not None:
+                self._forget(cancelled)
+                self.metrics.ended(["abort"] * len(cancelled.outputs))
+        self._run()
+
+    def scale(self, prefill: int, decode: int) -> dict[str, int]:
+        """Change the targets. Raises InvalidRequestError or UnavailableError."""
+        self._perform(self._state.scale(prefill, decode, time.monotonic()))
+        self._run()
+        return {role: number for role, number in self._state.pools.targets.items()}
+
+    def cluster(self) -> dict[str, object]:
+        """As GET /cluster shows it."""
+        return cluster_view(self._state, self.config, os.getpid(), time.monotonic())
+
+    @property
+    def ready(self) -> bool:
+        return self._state.ready
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the loop turns and a decode worker is ready."""
+        turning = time.monotonic() - self.turned_at < LOOP_STALE_S
+        return turning and bool(self._state.registry.takers("decode"))
+
+    async def off_loop(self, work: Callable[[], T], num_characters: int) -> T:
+        """Run text work where it disturbs nobody: short texts here, long ones on a thread."""
+        if num_characters <= TOKENIZE_INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _request(self, order: Order) -> e.NewRequest:
+        return e.NewRequest(
+            request_id=secrets.token_hex(12),
+            token_ids=order.token_ids,
+            choices=tuple(Choice(i, order.seed) for i in range(order.num_choices)),
+            sampling=order.sampling,
+            timeout_s=self.config.request_timeout_s,
+            priority=order.priority,
+            wants_timing=order.wants_timing,
+        )
+
+    def _outputs(self, order: Order) -> dict[int, ChoiceOutput]:
+        min_tokens = order.sampling.min_tokens
+        return {
+            i: ChoiceOutput(i, IncrementalDetokenizer(self.tokenizer), order.stop, min_tokens)
+            for i in range(order.num_choices)
+        }

@@ -1,0 +1,193 @@
+"""The coordinator's state machine: events in, actions out, the clock an argument.
+
+It joins the life of processes (members.py) to the life of requests (requests.py). It is
+synchronous and knows no socket; server.py carries its actions out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator import events as e
+from coordinator.events import Action
+from coordinator.limits import Limits
+from coordinator.members import Members
+from coordinator.pools import Pools
+from coordinator.registry import Registry, Worker
+from coordinator.requests import Requests
+from coordinator.router import Policy, Router
+from coordinator.waiting import WaitingLine
+from splitserve.config import Liveness
+from splitserve.errors import RequestFailedError, UnavailableError
+from splitserve.wire import messages as m
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the state machine is told at its start."""
+
+    epoch: str
+    model_max_len: int
+    tokenizer_fingerprint: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    router: Policy = "least_loaded"
+    max_queue: int = 256
+    request_timeout_s: float = 600.0
+    liveness: Liveness = Liveness()  # noqa: RUF009 (frozen)
+
+
+class State:
+    """Owns all the coordinator knows about the cluster and its requests."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.registry = Registry(
+            settings.liveness, settings.model_max_len, settings.tokenizer_fingerprint
+        )
+        self.pools = Pools(settings.num_prefill, settings.num_decode)
+        self.members = Members(
+            settings.epoch, self.registry, self.pools, drain_s=settings.request_timeout_s
+        )
+        self.requests = Requests(
+            settings.epoch,
+            self.registry,
+            Router(settings.router),
+            WaitingLine(settings.max_queue),
+            settings.liveness.stall_timeout_s,
+        )
+        self.shutting_down = False
+
+    # -- commands, which can be refused -------------------------------------------------------
+
+    def limits(self) -> Limits:
+        """How large a request may be. Raises UnavailableError before they are known."""
+        if self.shutting_down:
+            raise UnavailableError("the cluster is shutting down")
+        if self.registry.limits is None:
+            targets = self.pools.targets
+            raise UnavailableError(
+                f"the cluster is starting: {len(self.registry.takers('prefill'))} of "
+                f"{targets['prefill']} prefill and {len(self.registry.takers('decode'))} of "
+                f"{targets['decode']} decode workers are ready"
+            )
+        return self.registry.limits
+
+    def submit(self, requests: Sequence[e.NewRequest], now: float) -> list[Action]:
+        """Take requests in, all or none. Raises UnavailableError or OverloadedError."""
+        self.limits()
+        self.requests.accept(requests, now)
+        return self.requests.dispatch(now)
+
+    def scale(self, prefill: int, decode: int, now: float) -> list[Action]:
+        """Change the number of workers. Raises InvalidRequestError, or UnavailableError."""
+        if self.shutting_down:
+            raise UnavailableError("the cluster is shutting down")
+        actions = self.members.scale(prefill, decode, now)
+        return [*actions, *self._settle(now)]
+
+    @property
+    def ready(self) -> bool:
+        """As GET /ready means it."""
+        serving = bool(self.registry.takers("decode")) and not self.shutting_down
+        return self.members.started and serving
+
+    # -- events -------------------------------------------------------------------------------
+
+    def handle(self, event: e.Event, now: float) -> list[Action]:
+        """What to do about an event."""
+        match event:
+            case e.MessageReceived(identity, message):
+                actions = self._message(identity, message, now)
+            case e.RequestCancelled(request_id):
+                actions = self.requests.cancel(request_id)
+            case e.ChoiceStopped(request_id, choice_id):
+                actions = self.requests.choice_stopped(request_id, choice_id, now)
+            case e.SendFailed():
+                actions = self._send_failed(event, now)
+            case e.HttpOpened(base_url):
+                actions = self.members.http_opened(base_url)
+            case e.ShutdownRequested():
+                actions = self._shut_down()
+            case e.TimePassed():
+                actions = []
+        return [*actions, *self._settle(now)]
+
+    def due(self) -> float | None:
+        """When TimePassed has something to do."""
+        dues = [self.requests.due(), self.members.due()]
+        return min((due for due in dues if due is not None), default=None)
+
+    def _settle(self, now: float) -> list[Action]:
+        """What any event may have made due."""
+        actions = self.requests.expire(now)
+        for worker, reason in self.registry.silent(now):
+            actions += self._died(worker, reason, now)
+        actions += self.requests.dispatch(now)
+        if any(worker.state == "draining" for worker in self.registry.alive()):
+            actions += self.members.drain(set(self.requests.loads()), now)
+        return actions
+
+    def _message(self, identity: bytes, message: m.ToCoordinator, now: float) -> list[Action]:
+        match message:
+            case m.Hello():
+                return self.members.hello(identity, message, now)
+            case m.Heartbeat():
+                return self.members.heartbeat(identity, message, now)
+            case m.ProcessExited():
+                return self._exited(message, now)
+        worker = self.registry.by_identity(identity)
+        if worker is None or message.epoch != self.settings.epoch:
+            log.warning("dropped %s of a stranger", type(message).__name__)
+            return []
+        match message:
+            case m.FirstToken():
+                return self.requests.first_token(worker, message, now)
+            case m.HandedOver():
+                return self.requests.handed_over(worker, message, now)
+            case m.Tokens():
+                return self.requests.tokens(worker, message, now)
+            case m.Failed():
+                return self.requests.failed(worker, message, now)
+
+    def _exited(self, message: m.ProcessExited, now: float) -> list[Action]:
+        gone = self.members.exited(message)
+        if gone is None:
+            return []
+        worker, reason = gone
+        if worker.told_to_stop and message.exit_code == 0:
+            self.registry.remove(worker)
+            return self.requests.worker_died(worker, "it was scaled away", now)
+        return self._died(worker, reason, now)
+
+    def _died(self, worker: Worker, reason: str, now: float) -> list[Action]:
+        return [
+            *self.members.bury(worker, reason),
+            *self.requests.worker_died(worker, reason, now),
+        ]
+
+    def _send_failed(self, failed: e.SendFailed, now: float) -> list[Action]:
+        """A worker that can't be reached can't be given work, nor report on what it has."""
+        worker = self.registry.by_identity(failed.identity)
+        if worker is not None and failed.vanished:
+            return self._died(worker, "its control connection is gone", now)
+        if isinstance(failed.message, m.Prefill):
+            error = RequestFailedError(
+                "a worker's message queue is full", stage="admission", status=503
+            )
+            return self.requests.fail(failed.message.request_id, error)
+        return []
+
+    def _shut_down(self) -> list[Action]:
+        self.shutting_down = True
+        actions: list[Action] = []
+        for request_id in self.requests.ids:
+            error = RequestFailedError(
+                "the cluster was shut down", stage="internal", status=503
+            )
+            actions += self.requests.fail(request_id, error)
+        return actions

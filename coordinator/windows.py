@@ -1,0 +1,45 @@
+"""How much a worker may have outstanding. Pure: its facts and its load in, yes or no out.
+
+The window keeps a worker busy over one round trip and no longer: what waits beyond it waits in
+the coordinator, where it can still go elsewhere, be cancelled, or be passed by a higher priority.
+"""
+
+from __future__ import annotations
+
+from coordinator.events import NewRequest
+from coordinator.tracked import Load
+from splitserve.wire.messages import WorkerFacts
+
+# Two steps' worth of prompt tokens: one being computed, one ready behind it.
+NUM_STEPS_AHEAD = 2
+
+
+def has_room_to_prefill(facts: WorkerFacts, load: Load, request: NewRequest) -> bool:
+    """Whether a worker may be given this prompt to compute. An idle one always may."""
+    if load.num_requests == 0:
+        return True
+    num_tokens = len(request.token_ids)
+    num_blocks = load.num_prompt_blocks - (-num_tokens // facts.layout.block_size)
+    return _prefill_window_open(facts, load, num_tokens) and num_blocks <= facts.num_blocks
+
+
+def has_room_to_decode(facts: WorkerFacts, load: Load, request: NewRequest) -> bool:
+    """Whether a worker may be given this request to decode. An idle one always may."""
+    if load.num_requests == 0:
+        return True
+    num_choices = len(request.choices)
+    needed = len(request.token_ids) // facts.layout.block_size + num_choices
+    fits = load.num_decode_blocks + needed <= facts.num_blocks
+    return fits and load.num_choices + num_choices <= facts.max_num_seqs
+
+
+def has_room_for_both(facts: WorkerFacts, load: Load, request: NewRequest) -> bool:
+    """Whether a decode worker may be given this prompt to compute and to decode."""
+    if not has_room_to_decode(facts, load, request):
+        return False
+    return _prefill_window_open(facts, load, len(request.token_ids))
+
+
+def _prefill_window_open(facts: WorkerFacts, load: Load, num_tokens: int) -> bool:
+    window = NUM_STEPS_AHEAD * facts.max_num_batched_tokens
+    return load.num_prompt_tokens == 0 or load.num_prompt_tokens + num_tokens <= window

@@ -1,0 +1,27 @@
+"""One cluster for each test file that asks for `ring`; drained after every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.harness import Ring, running
+
+
+@pytest.fixture(scope="module")
+def shared_ring(request: pytest.FixtureRequest) -> Iterator[Ring]:
+    """The cluster of this file: its module says which with CLUSTER = {flag: value}."""
+    flags: dict[str, Any] = getattr(request, "param", None) or getattr(
+        request.module, "CLUSTER", {}
+    )
+    with running(**flags) as ring:
+        yield ring
+
+
+@pytest.fixture
+def ring(shared_ring: Ring) -> Iterator[Ring]:
+    """The file's cluster; when the test is over nothing may be held anywhere."""
+    yield shared_ring
+    shared_ring.assert_drained()

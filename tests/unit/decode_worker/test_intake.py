@@ -1,0 +1,160 @@
+import pytest
+
+from decode_worker import intake as i
+from decode_worker.intake import Intake
+from kv_transfer.base import FrameWritten, TransferKey
+from splitserve.scheduling.block_manager import BlockManager
+from splitserve.scheduling.sequence import RequestKey
+from splitserve.wire import messages as m
+from tests.unit.requests import LAYOUT, make_request
+
+
+def intake(num_blocks: int = 8, max_num_seqs: int = 8) -> Intake:
+    return Intake(LAYOUT, BlockManager(num_blocks), max_num_seqs)
+
+
+def admit(state: Intake, now: float = 0.0) -> list[i.Action]:
+    return state.admit(state.blocks.num_free, 0, now)
+
+
+def arrived(name: str, start: int, end: int) -> FrameWritten:
+    return FrameWritten(TransferKey(name, 0), m.Region(0, 3, start, end, 0, 2), 100)
+
+
+def commit(name: str, *choice_ids: int) -> m.Commit:
+    rows = tuple(m.TokenRow(name, 0, c, 0, (5,)) for c in choice_ids or (0,))
+    return m.Commit(name, 0, "epoch", rows, 0)
+
+
+def kinds(actions: list[i.Action] | None) -> list[str]:
+    assert actions is not None
+    names = [a.message if isinstance(a, i.Reply | i.Report) else a for a in actions]
+    return [type(name).__name__ for name in names]
+
+
+def test_blocks_accept_frames_before_the_grant_goes_out() -> None:
+    state = intake()
+    state.add(make_request("a", 9), "peer")
+    assert kinds(admit(state)) == ["AcceptFrames", "Grant"]
+    assert state.blocks.counts.reserved == 3  # nine tokens and the first new one
+
+
+def test_a_commit_with_every_byte_begins() -> None:
+    state = intake()
+    state.add(make_request("a", 9), "peer")
+    admit(state)
+    state.written(arrived("a", 0, 4), 1.0)
+    state.written(arrived("a", 4, 9), 2.0)
+    assert kinds(state.commit(commit("a"), 3.0)) == ["Begin", "Received"]
+    assert state.idle
+
+
+def test_a_commit_with_a_hole_names_it_once_then_fails() -> None:
+    state = intake()
+    state.add(make_request("a", 9), "peer")
+    admit(state)
+    state.written(arrived("a", 0, 4), 1.0)
+    actions = state.commit(commit("a"), 3.0)
+    assert actions is not None and isinstance(actions[0], i.Reply)
+    assert actions[0].message == m.Incomplete("a", 0, "epoch", (m.Region(0, 3, 4, 9, 0, 2),))
+    assert kinds(state.commit(commit("a"), 4.0)) == ["Drop", "AbortAck", "Failed"]
+    assert state.commit(commit("a"), 5.0) is None
+
+
+@pytest.mark.parametrize("choice_ids", [(3,), (0, 0)])
+def test_a_commit_that_does_not_fit_its_open_fails(choice_ids: tuple[int, ...]) -> None:
+    state = intake()
+    state.add(make_request("a", 3, n=2), "peer")
+    admit(state)
+    state.written(arrived("a", 0, 3), 1.0)
+    assert kinds(state.commit(commit("a", *choice_ids), 2.0)) == ["Drop", "AbortAck", "Failed"]
+
+
+def test_a_commit_without_a_grant_is_not_served() -> None:
+    state = intake(num_blocks=2)
+    assert state.commit(commit("a"), 1.0) is None
+    state.add(make_request("a", 9), "peer")
+    admit(state)
+    assert state.commit(commit("a"), 1.0) is None
+
+
+def test_who_waits_hears_it_once() -> None:
+    state = intake(num_blocks=4)
+    state.add(make_request("a", 9), "peer")
+    state.add(make_request("b", 9), "peer")
+    assert kinds(admit(state)) == ["AcceptFrames", "Grant", "Queued"]
+    assert kinds(admit(state)) == []
+    drops = state.release(RequestKey("a", 0))
+    assert kinds(drops) == ["Drop"]
+    state.blocks.cancel(RequestKey("a", 0))
+    assert kinds(admit(state)) == ["AcceptFrames", "Grant"]
+
+
+def test_a_few_younger_ones_pass_then_room_is_kept() -> None:
+    state = intake(num_blocks=9)
+    state.blocks.reserve("busy", 1)
+    state.add(make_request("large", 32), "peer")
+    passed = 0
+    for number in range(8):
+        state.add(make_request(str(number), 1), "peer")
+        passed += kinds(admit(state)).count("Grant")
+    assert passed == i.MAX_PASSES
+    state.blocks.cancel("busy")
+    for number in range(8):
+        for action in state.release(RequestKey(str(number), 0)):
+            assert isinstance(action, i.Drop)
+            state.blocks.cancel(action.key)
+    state.add(make_request("last", 1), "peer")
+    (accept, grant) = admit(state)[:2]
+    assert isinstance(accept, i.AcceptFrames) and accept.key.request_id == "large"
+    assert isinstance(grant, i.Reply)
+
+
+def test_choices_count_against_max_num_seqs() -> None:
+    state = intake(max_num_seqs=3)
+    state.add(make_request("a", 3, n=2), "peer")
+    state.add(make_request("b", 3, n=2), "peer")
+    assert kinds(admit(state)) == ["AcceptFrames", "Grant", "Queued"]
+    assert state.never_fits(make_request("c", 3, n=4))
+
+
+def test_a_local_prompt_takes_its_blocks_from_the_same_line() -> None:
+    state = intake(num_blocks=4)
+    state.add(make_request("a", 9), "peer")
+    state.add(make_request("b", 5), None)
+    assert kinds(admit(state)) == ["AcceptFrames", "Grant"]
+    assert kinds(state.release(RequestKey("a", 0))) == ["Drop"]
+    state.blocks.cancel(RequestKey("a", 0))
+    (begin,) = admit(state)
+    assert isinstance(begin, i.BeginLocal)
+    assert len(begin.block_ids) == 2
+
+
+def test_a_stalled_transfer_is_dropped_and_a_waiting_one_is_not() -> None:
+    state = intake(num_blocks=4)
+    state.add(make_request("a", 9), "peer")
+    state.add(make_request("b", 9), "peer")
+    admit(state, now=1.0)
+    state.written(arrived("a", 0, 4), 5.0)
+    assert state.due() == 15.0
+    assert state.expire(14.9) == []
+    assert kinds(state.expire(15.0)) == ["Drop", "AbortAck", "Failed"]
+    assert state.due() == 600.0
+
+
+def test_a_deadline_ends_who_waits() -> None:
+    state = intake(num_blocks=1)
+    state.add(make_request("a", 9, deadline=7.0), "peer")
+    admit(state)
+    actions = state.expire(7.0)
+    assert kinds(actions) == ["AbortAck", "Failed"]
+    assert state.idle
+
+
+def test_frames_of_a_forgotten_transfer_count_for_nothing() -> None:
+    state = intake()
+    state.written(arrived("a", 0, 9), 1.0)
+    state.add(make_request("a", 9), "peer")
+    admit(state)
+    actions = state.commit(commit("a"), 2.0)
+    assert kinds(actions) == ["Incomplete"]

@@ -1,0 +1,72 @@
+"""A coordinator without HTTP: it starts workers, tells Ready, and obeys its model's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import zmq
+
+from splitserve.config import READY_FD_ENV, ROLE_CONFIG_ENV, CoordinatorConfig, Role, from_json
+from splitserve.process import die_with_parent
+from splitserve.wire import messages as m
+from splitserve.wire.codec import decoder_for, encode
+
+
+class FakeCoordinator:
+    """Owns a ROUTER. `config.model` is a list of words, each a way to behave."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.ways = config.model.split()
+        self.router = zmq.Context.instance().socket(zmq.ROUTER)
+        self.router.linger = 0
+        self.launcher = b""
+        self.num_hellos = 0
+        self.num_wanted = config.num_prefill + config.num_decode
+
+    def run(self) -> None:
+        if "coordinator-dies" in self.ways:
+            sys.exit("no such port")
+        port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        with os.fdopen(int(os.environ[READY_FD_ENV]), "w") as pipe:
+            print(json.dumps({"control_endpoint": f"tcp://127.0.0.1:{port}"}), file=pipe)
+        decoder = decoder_for(m.ToCoordinator)
+        while self.router.poll(60_000):
+            identity, data = self.router.recv_multipart()
+            self.on_message(identity, decoder.decode(data))
+
+    def on_message(self, identity: bytes, message: m.ToCoordinator) -> None:
+        match message:
+            case m.Hello(role="launcher"):
+                self.launcher = identity
+                self.tell(m.Reject("no") if "rejects" in self.ways else m.Welcome("epoch"))
+                for number in range(self.config.num_prefill):
+                    self.start("prefill", number)
+                for number in range(self.config.num_decode):
+                    self.start("decode", number)
+            case m.Hello():
+                self.num_hellos += 1
+                if self.num_hellos == self.num_wanted:
+                    self.tell(m.Ready("epoch", "http://127.0.0.1:1"))
+                if self.num_hellos == self.num_wanted and "coordinator-leaves" in self.ways:
+                    sys.exit("all done")
+            case m.ProcessExited():
+                print(f"told {message.launch_id} exited {message.exit_code}", flush=True)
+                if "replaces" in self.ways and message.launch_id == "prefill-0":
+                    self.start("prefill", 7)
+                if "stops" in self.ways and message.launch_id == "prefill-0":
+                    self.tell(m.Stop("decode-0", 0.2))
+
+    def start(self, role: Role, number: int) -> None:
+        self.tell(m.Start(f"{role}-{number}", role))
+
+    def tell(self, message: m.ToLauncher) -> None:
+        self.router.send_multipart([self.launcher, encode(message)])
+
+
+if __name__ == "__main__":
+    config = from_json(CoordinatorConfig, os.environ[ROLE_CONFIG_ENV])
+    die_with_parent(config.parent_pid)
+    FakeCoordinator(config).run()

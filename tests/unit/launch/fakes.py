@@ -1,0 +1,59 @@
+"""Clusters of tiny real processes, which start in a fraction of a second."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from splitserve.launch.launcher import Launcher
+from splitserve.launch.local import LocalSpawner
+from splitserve.launch.plan import LaunchPlan
+from splitserve.settings import resolve
+
+MODULES = {
+    "coordinator": "tests.unit.launch.fake_coordinator",
+    "prefill": "tests.unit.launch.fake_worker",
+    "decode": "tests.unit.launch.fake_worker",
+}
+
+
+class FakeCluster:
+    """Owns a launcher over fake roles, and the lines they print."""
+
+    def __init__(
+        self, ways: str, *, prefill: int = 1, decode: int = 1, timeout_s: float = 20
+    ) -> None:
+        settings = resolve({"model": "fake", "prefill": prefill, "decode": decode}, environ={})
+        plan = LaunchPlan(settings, ways, cores=(), parent_pid=os.getpid())
+        self.lines: list[str] = []
+        spawner = LocalSpawner(plan, self._echo, MODULES)
+        self.launcher = Launcher(spawner, start_timeout_s=timeout_s, stop_grace_s=1.0, keys=None)
+
+    def _echo(self, launch_id: str, line: str) -> None:
+        self.lines.append(f"[{launch_id}] {line}")
+
+    def pids(self) -> list[int]:
+        return [int(found[1]) for line in self.lines if (found := re.search(r"pid (\d+)", line))]
+
+    def wait_for_line(self, text: str) -> str:
+        wait_until(lambda: any(text in line for line in self.lines), f"a line with {text!r}")
+        return next(line for line in self.lines if text in line)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"

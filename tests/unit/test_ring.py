@@ -1,0 +1,286 @@
+"""Both workers, real sockets and the real protocol, with a fake model that checks all KV."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from decode_worker.worker import DecodeWorker
+from kv_transfer.receiver import StoreReceiver
+from kv_transfer.tcp import TcpSender
+from prefill_worker.worker import PrefillWorker
+from splitserve.config import EngineConfig, WorkerConfig
+from splitserve.membership import Membership, TerminationRequested
+from splitserve.request import Sampling
+from splitserve.wire import messages as m
+from splitserve.wire.channel import Channel
+from tests.fake_runner import FakeRunner, answer
+from tests.scripted_coordinator import EPOCH, ScriptedCoordinator
+from tests.waiting import wait_until
+
+TIMEOUT_S = 20.0
+
+
+class Ring:
+    """A scripted coordinator with workers in threads of this process."""
+
+    def __init__(self) -> None:
+        self.coordinator = ScriptedCoordinator()
+        self.workers: dict[str, Any] = {}
+        self._running: list[tuple[Channel, threading.Thread, Membership]] = []
+
+    def start_decode(self, name: str = "decode", **limits: int) -> FakeRunner:
+        runner = FakeRunner(**{"num_blocks": 64, **limits})
+        receiver = StoreReceiver(runner.kv_cache)
+        channel = Channel(None, receiver)
+        membership = self._join(name, "decode", channel, runner)
+        worker = DecodeWorker(runner, channel, receiver, membership)  # type: ignore[arg-type]
+        self._run(name, worker, channel, membership)
+        return runner
+
+    def start_prefill(self, name: str = "prefill", **limits: int) -> FakeRunner:
+        runner = FakeRunner(**{"num_blocks": 64, **limits})
+        channel = Channel(None)
+        membership = self._join(name, "prefill", channel, runner)
+        sender = TcpSender(channel, runner.kv_cache)
+        worker = PrefillWorker(runner, channel, sender, membership)  # type: ignore[arg-type]
+        self._run(name, worker, channel, membership)
+        return runner
+
+    def _join(self, name: str, role: Any, channel: Channel, runner: FakeRunner) -> Membership:
+        config = WorkerConfig(role, EngineConfig("fake"), self.coordinator.endpoint, name)
+        channel.connect_control(config.control_endpoint, name.encode())
+        membership = Membership(config, channel, name)
+        endpoints = (channel.bind_data("127.0.0.1"),) if role == "decode" else ()
+        membership.join(runner.facts(), endpoints)
+        return membership
+
+    def _run(self, name: str, worker: Any, channel: Channel, membership: Membership) -> None:
+        thread = threading.Thread(target=worker.run, name=name)
+        thread.start()
+        self.workers[name] = worker
+        self._running.append((channel, thread, membership))
+
+    def ask(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        *,
+        max_tokens: int = 8,
+        seeds: tuple[int, ...] = (1,),
+        to: tuple[str, str | None] = ("prefill", "decode"),
+        clocks: tuple[float, float] = (60.0, 10.0),
+    ) -> None:
+        worker, decode = to
+        endpoint = None if decode is None else self.coordinator.hellos[decode].endpoints[0]
+        choices = tuple(m.Choice(i, seed) for i, seed in enumerate(seeds))
+        message = m.Prefill(
+            request_id,
+            0,
+            EPOCH,
+            prompt,
+            len(prompt),
+            choices,
+            Sampling(max_tokens=max_tokens),
+            *clocks,
+            decode,
+            endpoint,
+        )
+        self.coordinator.send(worker, message)
+
+    def rows(self, request_id: str, choice_id: int = 0) -> dict[int, int]:
+        """Tokens of a choice by index, from everyone who spoke of it."""
+        found: dict[int, int] = {}
+        for message in [*self.coordinator.of(m.FirstToken), *self.coordinator.of(m.Tokens)]:
+            for row in message.rows:
+                if (row.request_id, row.choice_id) == (request_id, choice_id):
+                    for place, token in enumerate(row.tokens, row.first_index):
+                        assert found.setdefault(place, token) == token
+        return found
+
+    def tokens(self, request_id: str, choice_id: int = 0) -> list[int]:
+        rows = self.rows(request_id, choice_id)
+        return [rows[place] for place in range(len(rows))]
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        wait_until(condition, TIMEOUT_S, f"{what}; failed: {self.coordinator.of(m.Failed)}")
+
+    def wait_for_tokens(self, request_id: str, num_tokens: int, choice_id: int = 0) -> None:
+        self.wait_for(lambda: len(self.rows(request_id, choice_id)) >= num_tokens, request_id)
+
+    def drained(self) -> bool:
+        stats = [worker.stats() for worker in self.workers.values()]
+        return all(s.num_blocks_free == s.num_blocks_total for s in stats)
+
+    def close(self) -> None:
+        for channel, _, _ in self._running:
+            channel.post(TerminationRequested())
+        for channel, thread, membership in self._running:
+            thread.join(10.0)
+            membership.leave()
+            assert not thread.is_alive(), thread.name
+            channel.close()
+        self.coordinator.close()
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    ring = Ring()
+    try:
+        yield ring
+        ring.wait_for(ring.drained, "every block is free")
+        for worker in ring.workers.values():
+            worker.blocks.check()
+    finally:
+        ring.close()
+
+
+def prompt_of(seed: int, length: int) -> tuple[int, ...]:
+    generator = random.Random(seed)
+    return tuple(generator.randrange(10, 50_000) for _ in range(length))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 31, 32, 33, 100])
+def test_an_answer_goes_round_the_ring(ring: Ring, length: int) -> None:
+    ring.start_decode()
+    ring.start_prefill(max_num_batched_tokens=13)
+    prompt = prompt_of(length, length)
+    ring.ask("a", prompt, max_tokens=9)
+    ring.wait_for_tokens("a", 9)
+    assert ring.tokens("a") == answer(prompt, 1, 9)
+    ring.wait_for(lambda: bool(ring.coordinator.of(m.HandedOver)), "HandedOver")
+    (handed_over,) = ring.coordinator.of(m.HandedOver)
+    assert handed_over.num_kv_bytes == length * FakeRunner(1).layout.token_bytes
+
+
+def test_choices_share_the_prompt_and_go_their_own_ways(ring: Ring) -> None:
+    decode = ring.start_decode()
+    ring.start_prefill()
+    prompt = prompt_of(1, 10)
+    ring.ask("a", prompt, max_tokens=12, seeds=(1, 2, 3))
+    for choice_id in range(3):
+        ring.wait_for_tokens("a", 12, choice_id)
+        assert ring.tokens("a", choice_id) == answer(prompt, choice_id + 1, 12)
+    assert len(decode.copies) == 2
+
+
+def test_one_token_opens_nothing(ring: Ring) -> None:
+    ring.start_decode()
+    ring.start_prefill()
+    ring.ask("a", prompt_of(1, 10), max_tokens=1)
+    ring.wait_for(lambda: bool(ring.coordinator.of(m.HandedOver)), "HandedOver")
+    assert ring.tokens("a") == answer(prompt_of(1, 10), 1, 1)
+    assert ring.workers["decode"].stats().num_kv_bytes_received == 0
+    assert ring.coordinator.of(m.Tokens) == []
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
+def test_a_decode_worker_alone_does_both(ring: Ring, seeds: tuple[int, ...]) -> None:
+    ring.start_decode(max_num_batched_tokens=8)
+    prompt = prompt_of(2, 37)
+    ring.ask("a", prompt, max_tokens=9, seeds=seeds, to=("decode", None))
+    for choice_id, seed in enumerate(seeds):
+        ring.wait_for_tokens("a", 9, choice_id)
+        assert ring.tokens("a", choice_id) == answer(prompt, seed, 9)
+
+
+def test_many_prompts_through_tiny_pools(ring: Ring) -> None:
+    """Preemption, Queued, and two prefill workers that each hold at most two prompts."""
+    ring.start_decode(num_blocks=12)
+    ring.start_prefill("p0", num_blocks=8, max_num_batched_tokens=7)
+    ring.start_prefill("p1", num_blocks=8, max_num_batched_tokens=7)
+    prompts = {f"r{n}": prompt_of(n, 1 + n % 15) for n in range(64)}
+    for number, (request_id, prompt) in enumerate(prompts.items()):
+        ring.ask(request_id, prompt, max_tokens=20, to=(f"p{number % 2}", "decode"))
+    for request_id, prompt in prompts.items():
+        ring.wait_for_tokens(request_id, 20)
+        assert ring.tokens(request_id) == answer(prompt, 1, 20)
+    assert ring.workers["decode"].stats().num_preemptions > 0
+    assert ring.coordinator.of(m.Failed) == []
+
+
+def test_releases_at_any_moment_leave_the_others_right(ring: Ring) -> None:
+    """sgl-project/sglang PR#35360: a late write of an aborted transfer hit reused blocks."""
+    ring.start_decode(num_blocks=12)
+    ring.start_prefill(num_blocks=12, max_num_batched_tokens=5)
+    generator = random.Random(5)
+    kept = []
+    for number in range(120):
+        request_id, prompt = f"r{number}", prompt_of(number, 1 + generator.randrange(30))
+        ring.ask(request_id, prompt, max_tokens=6)
+        if generator.random() < 0.6:
+            threading.Event().wait(generator.random() * 0.01)
+            for worker in ("prefill", "decode"):
+                ring.coordinator.send(worker, m.Release(request_id, 0, EPOCH))
+        else:
+            kept.append((request_id, prompt))
+    for request_id, prompt in kept:
+        ring.wait_for_tokens(request_id, 6)
+        assert ring.tokens(request_id) == answer(prompt, 1, 6)
+    assert ring.coordinator.of(m.Failed) == []
+
+
+def test_an_open_for_someone_else_is_refused(ring: Ring) -> None:
+    ring.start_decode()
+    ring.start_prefill()
+    message = m.Prefill(
+        "a",
+        0,
+        EPOCH,
+        prompt_of(1, 5),
+        5,
+        (m.Choice(0, 1),),
+        Sampling(max_tokens=4),
+        60.0,
+        10.0,
+        "decode-of-yesterday",
+        ring.coordinator.hellos["decode"].endpoints[0],
+    )
+    ring.coordinator.send("prefill", message)
+    ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "Failed")
+    (failed,) = ring.coordinator.of(m.Failed)
+    assert "decode-of-yesterday" in failed.reason and failed.retriable
+
+
+def test_a_prompt_that_never_fits_fails_at_once(ring: Ring) -> None:
+    ring.start_decode(num_blocks=4)
+    ring.start_prefill()
+    ring.ask("a", prompt_of(1, 40))
+    ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "Failed")
+    assert "never fit in 4 blocks" in ring.coordinator.of(m.Failed)[0].reason
+
+
+def test_an_unreachable_decode_worker_fails_the_request_in_time(ring: Ring) -> None:
+    """vllm-project/vllm PR#26171: stuck for ever on a dead handshake."""
+    ring.start_prefill()
+    ring.coordinator.hellos["decode"] = m.Hello(
+        "decode", "decode", "decode", 1, "host", endpoints=("tcp://127.0.0.1:1",)
+    )
+    ring.ask("a", prompt_of(1, 5), clocks=(60.0, 0.3))
+    ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "Failed")
+    assert ring.coordinator.of(m.Failed)[0].stage == "transfer"
+
+
+def test_a_deadline_ends_a_request_on_both_sides(ring: Ring) -> None:
+    ring.start_decode()
+    ring.start_prefill()
+    ring.ask("a", prompt_of(1, 5), max_tokens=1_000_000, clocks=(0.3, 10.0))
+    ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "Failed")
+    assert ring.coordinator.of(m.Failed)[0].stage == "deadline"
+
+
+def test_drain_finishes_what_is_there_and_takes_nothing_new(ring: Ring) -> None:
+    ring.start_decode(num_blocks=128)
+    ring.start_prefill()
+    ring.ask("a", prompt_of(1, 5), max_tokens=300)
+    ring.wait_for_tokens("a", 2)
+    ring.coordinator.send("decode", m.Drain(EPOCH, 30.0))
+    ring.ask("b", prompt_of(2, 5))
+    ring.wait_for_tokens("a", 300)
+    assert ring.tokens("a") == answer(prompt_of(1, 5), 1, 300)
+    ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "b is refused")
+    assert "draining" in ring.coordinator.of(m.Failed)[0].reason
