@@ -15,9 +15,7 @@ from splitserve.wire.messages import WorkerStats
 _NOTHING = dataclasses.asdict(WorkerStats())
 
 
-def cluster_view(
-    state: State, config: CoordinatorConfig, pid: int, now: float
-) -> dict[str, Any]:
+def cluster_view(state: State, config: CoordinatorConfig, pid: int, now: float) -> dict[str, Any]:
     """What GET /cluster answers; docs/operations.md describes it."""
     requests, workers = state.requests, state.registry.workers.values()
     said_hello = {worker.launch_id for worker in workers}
@@ -32,7 +30,7 @@ def cluster_view(
             "ready": state.ready,
             "num_requests_in_flight": requests.num_in_flight,
             "num_requests_waiting": len(requests.line),
-            "num_local_prefills": requests.num_local_prefills,
+            "num_local_prefills": state.dispatcher.num_local_prefills,
             "num_wasted_tokens": requests.num_wasted_tokens,
             "limits": None if limits is None else dataclasses.asdict(limits),
         },
@@ -46,12 +44,10 @@ def cluster_view(
 def cluster_sample(state: State, num_protocol_errors: int) -> ClusterSample:
     """What a scrape of GET /metrics reads."""
     return ClusterSample(
-        workers=[
-            WorkerSample(w.worker_id, w.role, w.stats) for w in state.registry.alive()
-        ],
+        workers=[WorkerSample(w.worker_id, w.role, w.stats) for w in state.registry.alive()],
         num_requests_in_flight=state.requests.num_in_flight,
         num_requests_waiting=len(state.requests.line),
-        num_local_prefills=state.requests.num_local_prefills,
+        num_local_prefills=state.dispatcher.num_local_prefills,
         num_wasted_tokens=state.requests.num_wasted_tokens,
         num_protocol_errors=num_protocol_errors,
     )

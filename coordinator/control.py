@@ -30,6 +30,7 @@ class Control:
         """Bind to a port the kernel picks. Raises ConfigError when that can't be."""
         check_bind(host, keys)
         self.num_protocol_errors = 0
+        self.has_more = False  # the last `receive` left messages for the next one
         self._log = LimitedLog(log)
         self._decoder = decoder_for(ToCoordinator)
         self._context = zmq.asyncio.Context()
@@ -46,12 +47,15 @@ class Control:
         """Messages that are here; waits up to the timeout for the first. Malformed ones are
         counted, logged at a limited rate, and dropped."""
         timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000) + 1)
+        self.has_more = False
         if not await self._socket.poll(timeout_ms):
             return []
-        received = []
+        received: list[MessageReceived] = []
+        self.has_more = True
         for _ in range(MAX_BATCH):
             error, frames = _outcome(self._socket.recv_multipart(zmq.NOBLOCK))
             if error is not None:
+                self.has_more = False
                 break
             message = self._decode(frames)
             if message is not None:
@@ -71,9 +75,7 @@ class Control:
             raise error
         vanished = error.errno == zmq.EHOSTUNREACH
         name = type(action.message).__name__
-        self._log.warning(
-            name, f"could not send {name} to {action.identity!r}: {error.strerror}"
-        )
+        self._log.warning(name, f"could not send {name} to {action.identity!r}: {error.strerror}")
         return SendFailed(action.identity, action.message, vanished)
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ def _router(context: zmq.asyncio.Context, keys: CurveKeys | None) -> zmq.asyncio
     socket.heartbeat_ivl = 5000
     socket.heartbeat_timeout = 15000
     if keys is not None:
-        apply_server(socket, keys)  # type: ignore[arg-type]
+        apply_server(socket, keys)
     return socket
 
 

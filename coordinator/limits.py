@@ -47,9 +47,7 @@ class Limits:
 
     def check_choices(self, num_prompt_tokens: int, num_choices: int) -> None:
         """Raises InvalidRequestError when one prompt's choices can't run side by side."""
-        most = min(
-            self.max_choices, self.num_decode_blocks - num_prompt_tokens // self.block_size
-        )
+        most = min(self.max_choices, self.num_decode_blocks - num_prompt_tokens // self.block_size)
         if num_choices > most:
             raise InvalidRequestError(
                 f"n is {num_choices}, the limit for this prompt is {most}", param="n"

@@ -1,8 +1,8 @@
 """The life of the cluster's processes. Pure: messages, commands and time in, actions out.
 
-    Start ─► (starting) ─Hello, Welcome─► ready ─scale─► draining ─idle─► Drain, Stop ─► gone
-                 │                          │               │
-                 └──── ProcessExited, silence, a stuck loop ┴─────────────────────────► dead
+Start ─► (starting) ─Hello, Welcome─► ready ─scale─► draining ─idle─► Drain, Stop ─► gone
+             │                          │               │
+             └──── ProcessExited, silence, a stuck loop ┴─────────────────────────► dead
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ class Members:
     def exited(self, exited: m.ProcessExited) -> tuple[Worker, str] | None:
         """A process is gone; the worker that died with it, and why, if it was alive to us."""
         launch = self.pools.launches.pop(exited.launch_id, None)
-        worker = next(
-            (w for w in self.registry.alive() if w.launch_id == exited.launch_id), None
-        )
+        worker = next((w for w in self.registry.alive() if w.launch_id == exited.launch_id), None)
         if worker is None:
             if launch is not None and not launch.stopping:
                 log.warning(
@@ -121,7 +119,7 @@ class Members:
                 actions += self._stop(extra, grace_s=STOP_GRACE_S)
             else:
                 self._start_draining(extra, now)
-        return [*actions, *self._start_missing()]
+        return [*actions, *self._start_missing(), *self._check_complete()]
 
     def drain(self, busy: set[str], now: float) -> list[Action]:
         """Let draining workers go that hold no request any more, or have had their time.

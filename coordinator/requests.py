@@ -1,7 +1,7 @@
 """The life of requests. Pure: what clients and workers say in, actions out, the clock an argument.
 
-    waiting ─room─► at workers (tracked.Phase) ─all tokens─► Finish
-       └────────────── cancelled, deadline, Failed, a death ──► Fail, Release to whoever has it
+waiting ─room─► at workers (tracked.Phase) ─all tokens─► Finish
+   └────────────── cancelled, deadline, Failed, a death ──► Fail, Release to whoever has it
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from coordinator.dispatcher import Dispatcher
 from coordinator.events import Action, Deliver, Fail, Finish, NewRequest, Send
 from coordinator.registry import Registry, Worker
-from coordinator.router import Router
 from coordinator.tracked import Load, Tracked, loads_of
 from coordinator.waiting import WaitingLine
-from coordinator.windows import has_room_for_both, has_room_to_decode, has_room_to_prefill
 from splitserve.errors import RequestFailedError, SplitserveError, UnavailableError
 from splitserve.wire import messages as m
 
@@ -32,17 +31,14 @@ class Requests:
         self,
         epoch: str,
         registry: Registry,
-        router: Router,
+        dispatcher: Dispatcher,
         line: WaitingLine,
-        stall_timeout_s: float,
     ) -> None:
         self.line = line
-        self.num_local_prefills = 0
         self.num_wasted_tokens = 0  # sampled for choices that had ended
         self._epoch = epoch
         self._registry = registry
-        self._router = router
-        self._stall_timeout_s = stall_timeout_s
+        self._dispatcher = dispatcher
         self._tracked: dict[str, Tracked] = {}
         self._num_accepted = 0
 
@@ -146,7 +142,7 @@ class Requests:
         touched: dict[str, Tracked] = {}
         for row in message.rows:
             tracked = self._find(worker, row)
-            if tracked is None:
+            if tracked is None or tracked.timeline.decode_worker_id != worker.worker_id:
                 self.num_wasted_tokens += len(row.tokens)
                 unknown[row.request_id, row.attempt] = None
                 continue
@@ -173,7 +169,7 @@ class Requests:
 
     def worker_died(self, worker: Worker, reason: str, now: float) -> list[Action]:
         """Everything the worker held is lost."""
-        self._router.forget(worker.worker_id)
+        self._dispatcher.forget(worker.worker_id)
         actions: list[Action] = []
         for tracked in [t for t in self._tracked.values() if worker.worker_id in t.phases]:
             phase = tracked.phases.pop(worker.worker_id)
@@ -199,60 +195,12 @@ class Requests:
                 error = UnavailableError("no decode worker is left")
                 actions += self.fail(tracked.request.request_id, error)
                 continue
-            pair = self._choose(tracked.request)
-            if pair is None:
+            send = self._dispatcher.place(tracked, self.loads(), now)
+            if send is None:
                 break
             self.line.remove(tracked.request.request_id)
-            actions.append(self._send(tracked, *pair, now))
+            actions.append(send)
         return actions
-
-    def _choose(self, request: NewRequest) -> tuple[Worker | None, Worker] | None:
-        """A (prefill, decode) pair with room for a request; (None, decode) to prefill there."""
-        loads = self.loads()
-        prefill = self._registry.takers("prefill")
-        has_room = has_room_to_decode if prefill else has_room_for_both
-        decoders = [
-            w
-            for w in self._registry.takers("decode")
-            if has_room(w.facts, loads.get(w.worker_id, Load()), request)
-        ]
-        prefillers = [
-            w
-            for w in prefill
-            if has_room_to_prefill(w.facts, loads.get(w.worker_id, Load()), request)
-        ]
-        if not decoders or (prefill and not prefillers):
-            return None
-        decoder = self._router.choose(decoders, loads)
-        assert decoder is not None
-        return self._router.choose(prefillers, loads), decoder
-
-    def _send(
-        self, tracked: Tracked, prefiller: Worker | None, decoder: Worker, now: float
-    ) -> Send:
-        first = prefiller or decoder
-        tracked.phases[decoder.worker_id] = "awaiting"
-        tracked.phases[first.worker_id] = "prefilling"
-        self.num_local_prefills += prefiller is None
-        timeline = tracked.timeline
-        timeline.dispatched_at = now
-        timeline.prefill_worker_id = first.worker_id
-        timeline.decode_worker_id = decoder.worker_id
-        request = tracked.request
-        message = m.Prefill(
-            request.request_id,
-            tracked.attempt,
-            self._epoch,
-            request.token_ids,
-            len(request.token_ids),
-            request.choices,
-            request.sampling,
-            deadline_s=tracked.deadline - now,
-            stall_timeout_s=self._stall_timeout_s,
-            decode_worker_id=decoder.worker_id if prefiller else None,
-            decode_endpoint=decoder.endpoint if prefiller else None,
-        )
-        return Send(first.identity, message)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -289,8 +237,9 @@ class Requests:
             return []
         timeline = tracked.timeline
         transferring = tracked.phases.get(timeline.prefill_worker_id or "") == "transferring"
-        if tracked.request.wants_timing and transferring and timeline.was_handed_over:
-            tracked.linger_until = min(tracked.deadline, now + TIMING_WAIT_S)
+        if tracked.request.wants_timing and transferring:
+            if tracked.linger_until is None:
+                tracked.linger_until = min(tracked.deadline, now + TIMING_WAIT_S)
             return []
         return self._finish(tracked, now)
 

@@ -85,10 +85,15 @@ class Service:
         self._events.append(event)
         self._run()
 
-    def turn(self) -> None:
-        """The loop has turned."""
+    def turn(self, *, all_taken: bool) -> None:
+        """The loop has turned; `all_taken`: no message was left for the next turn."""
         self.turned_at = time.monotonic()
-        self.apply(e.TimePassed())
+        if all_taken:
+            self.apply(e.TimePassed())
+
+    def due(self) -> float | None:
+        """When the next `turn` has something to do."""
+        return self._state.due()
 
     def _run(self) -> None:
         while self._events:
@@ -174,11 +179,16 @@ class Service:
         """Change the targets. Raises InvalidRequestError or UnavailableError."""
         self._perform(self._state.scale(prefill, decode, time.monotonic()))
         self._run()
-        return {role: number for role, number in self._state.pools.targets.items()}
+        return dict(self._state.pools.targets.items())
 
     def cluster(self) -> dict[str, object]:
         """As GET /cluster shows it."""
         return cluster_view(self._state, self.config, os.getpid(), time.monotonic())
+
+    @property
+    def num_open_calls(self) -> int:
+        """Prompts that a client waits for."""
+        return len(self._tickets)
 
     @property
     def ready(self) -> bool:

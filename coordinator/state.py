@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator import events as e
+from coordinator.dispatcher import Dispatcher
 from coordinator.events import Action
 from coordinator.limits import Limits
 from coordinator.members import Members
@@ -21,9 +22,10 @@ from coordinator.router import Policy, Router
 from coordinator.waiting import WaitingLine
 from splitserve.config import Liveness
 from splitserve.errors import RequestFailedError, UnavailableError
+from splitserve.logs import LimitedLog
 from splitserve.wire import messages as m
 
-log = logging.getLogger(__name__)
+log = LimitedLog(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,14 @@ class State:
         self.members = Members(
             settings.epoch, self.registry, self.pools, drain_s=settings.request_timeout_s
         )
-        self.requests = Requests(
+        self.dispatcher = Dispatcher(
             settings.epoch,
             self.registry,
             Router(settings.router),
-            WaitingLine(settings.max_queue),
             settings.liveness.stall_timeout_s,
+        )
+        self.requests = Requests(
+            settings.epoch, self.registry, self.dispatcher, WaitingLine(settings.max_queue)
         )
         self.shutting_down = False
 
@@ -114,7 +118,7 @@ class State:
             case e.ShutdownRequested():
                 actions = self._shut_down()
             case e.TimePassed():
-                actions = []
+                actions = self._bury_the_silent(now)
         return [*actions, *self._settle(now)]
 
     def due(self) -> float | None:
@@ -125,11 +129,17 @@ class State:
     def _settle(self, now: float) -> list[Action]:
         """What any event may have made due."""
         actions = self.requests.expire(now)
-        for worker, reason in self.registry.silent(now):
-            actions += self._died(worker, reason, now)
         actions += self.requests.dispatch(now)
         if any(worker.state == "draining" for worker in self.registry.alive()):
             actions += self.members.drain(set(self.requests.loads()), now)
+        return actions
+
+    def _bury_the_silent(self, now: float) -> list[Action]:
+        """Only when time has passed, that is, when every message that is here was taken: after a
+        pause of our own, heartbeats lie behind other messages."""
+        actions: list[Action] = []
+        for worker, reason in self.registry.silent(now):
+            actions += self._died(worker, reason, now)
         return actions
 
     def _message(self, identity: bytes, message: m.ToCoordinator, now: float) -> list[Action]:
@@ -142,7 +152,8 @@ class State:
                 return self._exited(message, now)
         worker = self.registry.by_identity(identity)
         if worker is None or message.epoch != self.settings.epoch:
-            log.warning("dropped %s of a stranger", type(message).__name__)
+            name = type(message).__name__
+            log.warning(name, f"dropped {name} from {identity!r}, which is no member")
             return []
         match message:
             case m.FirstToken():
@@ -186,8 +197,6 @@ class State:
         self.shutting_down = True
         actions: list[Action] = []
         for request_id in self.requests.ids:
-            error = RequestFailedError(
-                "the cluster was shut down", stage="internal", status=503
-            )
+            error = RequestFailedError("the cluster was shut down", stage="internal", status=503)
             actions += self.requests.fail(request_id, error)
         return actions

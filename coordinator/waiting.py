@@ -7,6 +7,8 @@ import heapq
 from coordinator.tracked import Tracked
 from splitserve.errors import OverloadedError
 
+_MAX_STALE = 64  # entries of requests that left the line before their turn
+
 
 class WaitingLine:
     """Owns the waiting requests: the lowest priority value first, then the oldest.
@@ -34,6 +36,9 @@ class WaitingLine:
         request = tracked.request
         self._waiting[request.request_id] = tracked
         heapq.heappush(self._heap, (request.priority, tracked.order, request.request_id))
+        if len(self._heap) > 2 * len(self._waiting) + _MAX_STALE:
+            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
+            heapq.heapify(self._heap)
 
     def first(self) -> Tracked | None:
         """Whose turn it is."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.base import FrameWritten
 from kv_transfer.chunks import Coverage
+from splitserve.config import KVLayout
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.sequence import Request, RequestKey, blocks_to_begin
 from splitserve.wire import messages as m
@@ -99,7 +100,7 @@ class Incoming:
 class Intake:
     """Every prompt that is not decoded yet."""
 
-    layout: m.KVLayout
+    layout: KVLayout
     blocks: BlockManager
     max_num_seqs: int
     _waiting: dict[RequestKey, Incoming] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.chunks import region_bytes, split_regions
+from splitserve.config import KVLayout
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
 
@@ -84,7 +85,7 @@ class Handoff:
 class Handoffs:
     """Every hand-off of one prefill worker."""
 
-    def __init__(self, worker_id: str, layout: m.KVLayout, max_frame_bytes: int) -> None:
+    def __init__(self, worker_id: str, layout: KVLayout, max_frame_bytes: int) -> None:
         self._worker_id = worker_id
         self._layout = layout
         self._max_frame_bytes = max_frame_bytes
@@ -136,7 +137,7 @@ class Handoffs:
         report = m.HandedOver(*request.key, request.epoch, num_kv_bytes=0, transfer_s=0.0)
         return [*self.release(request.key), Finish(request.key, report)]
 
-    def handle(self, message: m.DecodeToPrefill, now: float) -> list[Action]:
+    def handle(self, message: m.PrefillToDecode | m.DecodeToPrefill, now: float) -> list[Action]:
         """An answer of the decode worker. Unknown attempts were released: nothing to do."""
         key = RequestKey(message.request_id, message.attempt)
         handoff = self._handoffs.get(key)

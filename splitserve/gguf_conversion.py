@@ -142,8 +142,8 @@ def model_config(
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": float(get("attention.layer_norm_rms_epsilon")),
-        "rope_theta": float(get("rope.freq_base", 10000.0)),
+        "rms_norm_eps": _decimal(get("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _decimal(get("rope.freq_base", 10000.0)),
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "vocab_size": shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in shapes,
@@ -153,6 +153,11 @@ def model_config(
     if scaling := _rope_scaling(meta, arch, rope_factors, config):
         config["rope_scaling"] = scaling
     return config | _special_tokens(meta)
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal that rounds to this f32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
 
 
 def _special_tokens(meta: dict[str, Any]) -> dict[str, Any]:

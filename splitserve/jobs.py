@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,20 +48,21 @@ class _Batch:
         self.outcomes: list[Future[Answer]] = [Future() for _ in prompts]
 
     async def run(self, client: AsyncClient) -> None:
-        """Fill every outcome. Cancelling this cancels what is in flight and what is not begun."""
+        """Fill every outcome, unless this is cancelled: then call `cancel_rest`."""
         pending = iter(range(len(self._prompts)))
 
         async def work() -> None:
             for index in pending:
                 await self._fill(client, index)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._concurrency, len(self._prompts))):
-                    group.create_task(work())
-        finally:
-            for outcome in self.outcomes:
-                outcome.cancel()  # no effect on those that are filled
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(self._concurrency, len(self._prompts))):
+                group.create_task(work())
+
+    def cancel_rest(self) -> None:
+        """Cancel every outcome that is not filled; nothing fills them any more."""
+        for outcome in self.outcomes:
+            outcome.cancel()
 
     async def _fill(self, client: AsyncClient, index: int) -> None:
         outcome = self.outcomes[index]
@@ -107,6 +109,7 @@ class AsyncJob:
     ) -> None:
         self._batch = _Batch(prompts, concurrency, options)
         self._task = asyncio.create_task(self._batch.run(client))
+        self._task.add_done_callback(lambda _task: self._batch.cancel_rest())
 
     @property
     def status(self) -> Status:
@@ -143,7 +146,7 @@ class Job:
         self._batch = _Batch(prompts, concurrency, options)
         self._connect = connect
         self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[None] | None = None
+        self._task = self._loop.create_task(self._main())
         self._thread = threading.Thread(target=self._run, name="job", daemon=True)
         self._thread.start()
 
@@ -171,23 +174,19 @@ class Job:
 
     def cancel(self) -> None:
         """Stop: what is in flight is cancelled on the server too. Idempotent."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel_task)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
+            self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(_CANCEL_TIMEOUT_S)
-
-    def _cancel_task(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._main())
-        except (asyncio.CancelledError, CancelledError):
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
             pass  # told by the status
         finally:
+            self._batch.cancel_rest()
             self._loop.close()
 
     async def _main(self) -> None:
         async with self._connect() as client:
-            self._task = asyncio.create_task(self._batch.run(client))
-            await self._task
+            await self._batch.run(client)

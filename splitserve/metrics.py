@@ -88,9 +88,7 @@ class Metrics:
     def transferred(self, transfer_s: float) -> None:
         self._histograms["kv_transfer_seconds"].observe(transfer_s)
 
-    def finished(
-        self, timeline: Timeline, num_prompt_tokens: int, reasons: Iterable[str]
-    ) -> None:
+    def finished(self, timeline: Timeline, num_prompt_tokens: int, reasons: Iterable[str]) -> None:
         """A request came to its end, by itself."""
         self._prompt_tokens.inc(num_prompt_tokens)
         self.ended(reasons)
@@ -140,9 +138,11 @@ class _ClusterCollector(Collector):
         for name, field in _WORKER_COUNTERS.items():
             values = {(r, i): float(getattr(s, field)) for r, i, s in workers}
             yield self._counter(name, f"{field} of a worker, since its start.", values)
-        for name in ("num_local_prefills", "num_wasted_tokens", "num_protocol_errors"):
+        for name, text in _OWN_COUNTERS.items():
             value = {own: float(getattr(cluster, name))}
-            yield self._counter(name, _OWN_COUNTERS[name], value)
+            yield self._counter(name, text, value)
+        for name in ("prefix_cache_queries", "prefix_cache_hits"):
+            yield self._counter(name, "Prompt tokens; 0 without a prefix cache.", {own: 0.0})
 
     def _gauge(self, name: str, text: str, values: Mapping[tuple[str, str], float]) -> Metric:
         family = GaugeMetricFamily(_PREFIX + name, text, labels=LABELS)

@@ -1,7 +1,7 @@
 """The moments of one request, named once. Every time we report is a difference of two of them.
 
-    arrived ──► dispatched ──► first token ──► second token ──► … ──► last token ──► finished
-      └ waits here ┘ └ waits in the worker, then prefill ┘ └ hand-off gap ┘
+arrived ──► dispatched ──► first token ──► second token ──► … ──► last token ──► finished
+  └ waits here ┘ └ waits in the worker, then prefill ┘ └ hand-off gap ┘
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 from splitserve.config import ROLE_CONFIG_ENV, WorkerConfig, from_json
 from splitserve.engine.model_runner import ModelRunner
@@ -51,7 +52,7 @@ def facts_of(config: WorkerConfig, runner: ModelRunner) -> m.WorkerFacts:
         max_num_batched_tokens=runner.max_num_batched_tokens,
         max_model_len=runner.max_model_len,
         layout=runner.layout,
-        fingerprint=fingerprint(config.engine.model),
+        fingerprint=fingerprint(Path(config.engine.model)),
         num_threads=runner.num_threads,
         device=config.device,
     )

@@ -83,8 +83,8 @@ class FakeRunner:
 
     def _kv(self, token_ids: Sequence[int], start: int, end: int) -> np.typing.NDArray[np.uint32]:
         shape = (LAYOUT.num_layers, 2, end - start, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-        tokens = np.asarray(token_ids[start:end], np.uint32) * 4096
-        tokens = tokens + np.arange(start, end, dtype=np.uint32)
+        places = np.arange(start, end, dtype=np.uint32)
+        tokens = np.asarray(token_ids[start:end], np.uint32) * np.uint32(4096) + places
         return np.ascontiguousarray(np.broadcast_to(tokens[None, None, :, None, None], shape))
 
     def _sample(self, row: SampleRow) -> SampledToken:

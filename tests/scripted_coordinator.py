@@ -20,9 +20,9 @@ class ScriptedCoordinator:
 
     def __init__(self) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.linger = 0
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.hellos: dict[str, m.Hello] = {}
         self.said: list[Any] = []
         self._outbox: list[tuple[bytes, bytes]] = []

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
+from coordinator.http_api.clients import ClientGoneError
 from splitserve.errors import InvalidRequestError
 
 MAX_BODY_BYTES = 8 << 20
+MAX_DISCARDED_BYTES = 128 << 20
+READ_TIMEOUT_S = 60.0
 MAX_DEPTH = 64
 
 
@@ -40,22 +45,27 @@ def parse(body: bytes) -> Any:
 
 
 async def _read(request: Request) -> bytes:
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
-        raise _too_large()
-    parts, num_bytes = [], 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > MAX_BODY_BYTES:
-            raise _too_large()
-        parts.append(part)
+    """The body. One that is too large is read on and thrown away for a while, because a client
+    that still writes when the connection closes never sees the answer."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes <= MAX_BODY_BYTES:
+                    parts.append(part)
+                elif num_bytes > MAX_DISCARDED_BYTES:
+                    break
+    except TimeoutError as error:
+        raise InvalidRequestError("the body did not come in time", status=408) from error
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
+    if num_bytes > MAX_BODY_BYTES:
+        raise InvalidRequestError(
+            f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large"
+        )
     return b"".join(parts)
-
-
-def _too_large() -> InvalidRequestError:
-    return InvalidRequestError(
-        f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large"
-    )
 
 
 def _check_content_type(content_type: str | None) -> None:

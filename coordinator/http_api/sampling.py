@@ -104,12 +104,12 @@ def _defaults(service: Service) -> dict[str, float]:
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    found = []
+    found: dict[int, float] = {}
     for key, bias in biases.items():
         if not _TOKEN_ID.fullmatch(key) or int(key) >= vocab_size:
             raise InvalidRequestError(
                 f"logit_bias has a key that is no token id from 0 to {vocab_size - 1}",
                 param="logit_bias",
             )
-        found.append((int(key), float(bias)))
-    return tuple(found)
+        found[int(key)] = float(bias)
+    return tuple(found.items())

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.types import FailFast
 
 from splitserve.errors import InvalidRequestError
 
@@ -24,8 +23,8 @@ MAX_COUNT = 2**31 - 1
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Messages = Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
-TokenIds = Annotated[list[int], FailFast()]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 Schema = TypeVar("Schema", bound=BaseModel)
 

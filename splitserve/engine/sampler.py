@@ -86,11 +86,8 @@ def _is_plain(row: SampleRow) -> bool:
 
 
 def _has_penalties(sampling: Sampling) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0
-        or sampling.frequency_penalty != 0.0
-        or sampling.presence_penalty != 0.0
-    )
+    others = sampling.frequency_penalty, sampling.presence_penalty
+    return sampling.repetition_penalty != 1.0 or any(others)
 
 
 def _masks_stops(row: SampleRow) -> bool:
@@ -165,11 +162,11 @@ class _Logprobs:
 
 def _top(values: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     """The `count` highest of `values` [vocab] with their ids, best first."""
-    length = torch.tensor([min(count, len(values))]).to(values.device)
     if not count:
         return ()
-    border = values.topk(int(length)).values[-1:]
-    ids = _first_in_order(values[None], length, border)[0].nonzero().squeeze(-1)
+    best = values.topk(min(count, len(values))).values
+    length = torch.tensor([len(best)]).to(values.device)
+    ids = _first_in_order(values[None], length, best[-1:])[0].nonzero().squeeze(-1)
     pairs = zip(ids.tolist(), values[ids].tolist(), strict=True)
     return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
 
@@ -183,12 +180,10 @@ def _modify(logits: Tensor, row: SampleRow) -> None:
         _penalize(logits, row)
     if row.sampling.logit_bias:
         ids, biases = zip(*row.sampling.logit_bias, strict=True)
-        at = torch.tensor(ids, device=logits.device)
-        logits[at] = (logits[at] + torch.tensor(biases, device=logits.device)).clamp_(min=_LOWEST)
+        at = torch.tensor(ids).to(logits.device)
+        logits[at] = (logits[at] + torch.tensor(biases).to(logits.device)).clamp_(min=_LOWEST)
     if _masks_stops(row):
-        vocab = len(logits)
-        masked = [token_id for token_id in stop_ids(row.sampling) if token_id < vocab]
-        logits[masked] = _LOWEST
+        logits[[i for i in stop_ids(row.sampling) if i < len(logits)]] = _LOWEST
 
 
 def _penalize(logits: Tensor, row: SampleRow) -> None:
@@ -197,8 +192,7 @@ def _penalize(logits: Tensor, row: SampleRow) -> None:
     history = np.asarray(row.token_ids, dtype=np.int64)
     if sampling.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(history)).to(logits.device)
-        values = logits[seen]
-        penalty = sampling.repetition_penalty
+        values, penalty = logits[seen], sampling.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp_(_LOWEST)
     ids, counts = np.unique(history[row.num_prompt_tokens :], return_counts=True)
     penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
@@ -210,7 +204,7 @@ def _penalize(logits: Tensor, row: SampleRow) -> None:
 # -- choosing ---------------------------------------------------------------------------------
 
 
-def _choose_greedily(x: Tensor, rows: list[SampleRow]) -> list[int]:
+def _choose_greedily(x: Tensor, _: list[SampleRow]) -> list[int]:
     return _argmax(x)
 
 

@@ -152,8 +152,10 @@ class Channel:
 
         0 doesn't wait, None waits for as long as it takes.
         """
+        if timeout_s is not None:
+            timeout_s = min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
         try:
-            events = [self._inbox.get(block=timeout_s != 0, timeout=timeout_s)]
+            events = [self._inbox.get(timeout=timeout_s)]
         except queue.Empty:
             return []
         return [*events, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]

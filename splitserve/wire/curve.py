@@ -9,6 +9,7 @@ key, so the context's servers name a ZAP domain and enforce it.
 from __future__ import annotations
 
 import ipaddress
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -34,7 +35,7 @@ def make_keys() -> CurveKeys:
     )
 
 
-def apply_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+def apply_server(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
     """Make a socket, before it binds, admit only clients that the context's ZAP handler knows."""
     socket.curve_server = True
     socket.curve_publickey = keys.server_public.encode()
@@ -43,7 +44,7 @@ def apply_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def apply_client(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+def apply_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
     """Make a socket, before it connects, prove the cluster's client key to a known server."""
     socket.curve_serverkey = keys.server_public.encode()
     socket.curve_publickey = keys.client_public.encode()

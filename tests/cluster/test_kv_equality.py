@@ -13,7 +13,8 @@ import pytest
 
 from decode_worker.worker import DecodeWorker
 from kv_transfer.base import KVStore, TransferKey
-from kv_transfer.tcp import StoreReceiver, TcpSender
+from kv_transfer.receiver import StoreReceiver
+from kv_transfer.tcp import TcpSender
 from prefill_worker.worker import PrefillWorker
 from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.engine.batch import Chunk
@@ -38,6 +39,7 @@ def whole(store: KVStore, num_tokens: int) -> m.Region:
 class CapturingSender(TcpSender):
     """Keeps a copy of all KV of a request that had been computed when its last frame left."""
 
+    store: KVStore
     captured: dict[str, bytes]
 
     def send(self, peer: str, header: m.FrameHeader, block_ids: Sequence[int]) -> int:
@@ -49,6 +51,7 @@ class CapturingSender(TcpSender):
 class CapturingReceiver(StoreReceiver):
     """Keeps a copy of a request's KV at the moment its transfer ends."""
 
+    store: KVStore
     captured: dict[str, bytes]
     lengths: dict[TransferKey, tuple[list[int], int]]
 
@@ -86,6 +89,7 @@ class Pair:
         runner = ModelRunner.load(engine)
         if role == "decode":
             receiver = CapturingReceiver(runner.kv_cache)
+            receiver.store = runner.kv_cache
             receiver.captured, receiver.lengths = self.arrived, {}
             channel = Channel(None, receiver)
         else:
@@ -99,7 +103,7 @@ class Pair:
             worker = DecodeWorker(runner, channel, receiver, membership)
         else:
             sender = CapturingSender(channel, runner.kv_cache)
-            sender.captured = self.sent
+            sender.store, sender.captured = runner.kv_cache, self.sent
             worker = PrefillWorker(runner, channel, sender, membership)
         thread = threading.Thread(target=worker.run, name=role)
         thread.start()
@@ -178,9 +182,7 @@ def prefill_message(
     )
 
 
-def undivided_kv(
-    runner: ModelRunner, token_ids: tuple[int, ...]
-) -> "np.typing.NDArray[np.float32]":
+def undivided_kv(runner: ModelRunner, token_ids: tuple[int, ...]) -> np.typing.NDArray[np.float32]:
     """All KV of a prompt computed in one forward pass, flat."""
     block_ids = list(range(16))
     runner.step([Chunk(token_ids, 0, len(token_ids), block_ids)])

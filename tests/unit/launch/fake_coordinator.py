@@ -20,7 +20,8 @@ class FakeCoordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.ways = config.model.split()
-        self.router = zmq.Context.instance().socket(zmq.ROUTER)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.router = context.socket(zmq.ROUTER)
         self.router.linger = 0
         self.launcher = b""
         self.num_hellos = 0

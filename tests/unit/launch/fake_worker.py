@@ -26,7 +26,7 @@ if __name__ == "__main__":
         signal.pause()
     if "ignores-sigterm" in ways:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     dealer.linger = 1000
     dealer.connect(config.control_endpoint)
     hello = Hello(

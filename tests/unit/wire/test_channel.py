@@ -202,13 +202,15 @@ def test_a_receiver_that_raises_does_not_end_the_thread(channels: Channels) -> N
 
 def test_receive_waits_as_told(channels: Channels) -> None:
     channel = channels.make()
-    assert channel.receive(0) == []
+    assert channel.receive(0) == channel.receive(-1.0) == []
     started = time.monotonic()
     assert channel.receive(0.05) == []
     assert time.monotonic() - started >= 0.05
     for number in range(3):
         channel.post(number)
     assert channel.receive(None) == [0, 1, 2]
+    channel.post(3)
+    assert channel.receive(float("inf")) == [3]
 
 
 def test_a_signal_handler_may_post_while_receive_waits(channels: Channels) -> None:

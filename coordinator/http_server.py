@@ -1,0 +1,93 @@
+"""uvicorn inside our own event loop, on a socket we bound ourselves."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from splitserve.config import CoordinatorConfig
+from splitserve.errors import ConfigError
+from splitserve.hosts import is_loopback
+
+SHUTDOWN_TIMEOUT_S = 5  # for answers that are being written when we stop
+BACKLOG = 2048
+
+
+def bind_http(config: CoordinatorConfig) -> socket.socket:
+    """The listening socket. Raises ConfigError naming host and port when it can't be."""
+    if not config.api_keys and not is_loopback(config.host):
+        raise ConfigError(
+            f"refused to serve HTTP on {config.host} without an API key (--api-key): "
+            "only loopback needs none"
+        )
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _cannot_listen(config, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(config, error) from error
+    listener.setblocking(False)
+    return listener
+
+
+def base_url(config: CoordinatorConfig, listener: socket.socket) -> str:
+    """Where clients reach us: a wildcard address is named by one that can be connected to."""
+    host = config.host
+    if host in ("", "0.0.0.0", "::"):
+        host = config.advertise_host or "127.0.0.1"
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listener.getsockname()[1]}"
+
+
+class HttpServer(uvicorn.Server):
+    """Serves the app on a bound socket; leaves signals to the process that owns the loop."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, on_open: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                http="h11",
+                ws="none",
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+                server_header=False,
+            )
+        )
+        self._listener = listener
+        self._on_open = on_open
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Accept nothing more, finish what is being written, return from run_until_stopped."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_open()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _cannot_listen(config: CoordinatorConfig, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"can't listen for HTTP on host {config.host} port {config.port}: {error.strerror}"
+    )

@@ -1,0 +1,113 @@
+"""A model, its KV cache and its sampler behind one call: a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from splitserve.config import EngineConfig
+from splitserve.engine.attention import make_attention
+from splitserve.engine.attention.base import AttentionShape
+from splitserve.engine.batch import Chunk, SampleRow, build_batch
+from splitserve.engine.kv_cache import DTYPES, KVCache
+from splitserve.engine.models.config import ModelConfig, read_config
+from splitserve.engine.models.decoder import Decoder, load_decoder
+from splitserve.engine.models.rope import Rope
+from splitserve.engine.resolve import layout_of, resolve
+from splitserve.engine.sampler import sample
+from splitserve.errors import ConfigError
+from splitserve.request import SampledToken, Sampling
+
+_WARM_UP_TOKENS = 64
+
+
+class ModelRunner:
+    """Owns the weights and the KV cache. One thread steps it at a time."""
+
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_cache: KVCache
+    ) -> None:
+        self.config = config  # resolved: nothing in it is open
+        self.kv_cache = kv_cache
+        self.layout = kv_cache.layout
+        self.num_blocks = kv_cache.num_blocks
+        self.vocab_size = model.vocab_size
+        self._decoder = decoder
+
+    @classmethod
+    def load(cls, config: EngineConfig, device: str = "cpu") -> ModelRunner:
+        """Load a Hugging Face directory and set torch's thread count, which is the process's.
+
+        Raises ConfigError, by name, for what this engine can't run, and for values that can't
+        work.
+        """
+        if device != "cpu":
+            raise ConfigError(f"device {device!r} is not supported; only cpu is")
+        directory = Path(config.model)
+        model, source = read_config(directory)
+        resolved = resolve(config, model, source)
+        assert resolved.num_threads and resolved.num_blocks and resolved.max_model_len
+        torch.set_num_threads(resolved.num_threads)
+        dtype = DTYPES[resolved.dtype]
+        shape = AttentionShape(
+            model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5
+        )
+        attention = make_attention(resolved.attention_backend, shape, dtype)
+        rope = Rope(source, model.head_dim, resolved.max_model_len)
+        with torch.inference_mode():
+            decoder = load_decoder(directory, model, rope, attention, dtype)
+        cache = KVCache(layout_of(resolved, model), resolved.num_blocks)
+        return cls(resolved, model, decoder, cache)
+
+    @property
+    def max_model_len(self) -> int:
+        assert self.config.max_model_len is not None
+        return self.config.max_model_len
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        assert self.config.max_num_batched_tokens is not None
+        return self.config.max_num_batched_tokens
+
+    @property
+    def num_threads(self) -> int:
+        assert self.config.num_threads is not None
+        return self.config.num_threads
+
+    def step(self, chunks: Sequence[Chunk]) -> list[tuple[SampledToken, ...]]:
+        """Compute every chunk, at least one. One tuple each: a token for each of its samples."""
+        logits = self.logits(chunks)
+        rows = [row for chunk in chunks for row in chunk.samples]
+        with torch.inference_mode():
+            tokens = iter(sample(logits, rows) if rows else [])
+        return [tuple(next(tokens) for _ in chunk.samples) for chunk in chunks]
+
+    @torch.inference_mode()
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute every chunk; logits [num_samples, vocab] in the model's dtype, in order."""
+        batch = build_batch(chunks, self.layout.block_size)
+        logits = self._decoder(batch, self.kv_cache.tensor)
+        return logits if batch.sample_rows is None else logits[batch.sample_rows]
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), before the next step."""
+        self.kv_cache.copy_blocks(pairs)
+
+    def warm_up(self) -> None:
+        """A real prefill, then a decode row beside another prefill; the cache is zeros again.
+
+        For an idle runner only: it writes into the first blocks.
+        """
+        capacity = self.num_blocks * self.layout.block_size
+        num_tokens = min(_WARM_UP_TOKENS, capacity, self.max_model_len)
+        history = [token % self.vocab_size for token in range(num_tokens)]
+        blocks = range(-(-num_tokens // self.layout.block_size))
+        row = SampleRow(Sampling(max_tokens=1), 0, 0, num_tokens, history)
+        prefill = Chunk(history, 0, num_tokens, blocks, (row,))
+        self.step([prefill])
+        self.step([Chunk(history, num_tokens - 1, num_tokens, blocks, (row,)), prefill])
+        self.kv_cache.tensor[:, :, : len(blocks)] = 0

@@ -1,0 +1,80 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021): tables made once, and their use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from splitserve.errors import ConfigError
+
+# Kinds that stretch positions beyond max_position_embeddings by their factor.
+_STRETCHING = ("linear", "yarn")
+
+
+def longest_context(source: PretrainedConfig, max_positions: int) -> int:
+    """The most tokens a sequence of this model may have, its scaling used to the full."""
+    parameters = _parameters(source)
+    if parameters["rope_type"] in _STRETCHING:
+        return int(max_positions * max(1.0, float(parameters.get("factor", 1.0))))
+    return max_positions
+
+
+class Rope:
+    """Cosines and sines [max_model_len, 1, head_dim] in f32, for every kind transformers knows.
+
+    Where the kind depends on a sequence's length (longrope), max_model_len decides for all:
+    keys in the cache can't be turned again when a sequence grows past the border. Raises
+    ConfigError for an unknown kind.
+    """
+
+    def __init__(self, source: PretrainedConfig, head_dim: int, max_model_len: int) -> None:
+        frequencies, factor = _frequencies(source, head_dim, max_model_len)
+        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+        cosine, sine = angles.cos() * factor, angles.sin() * factor
+        self._cosine = torch.cat((cosine, cosine), -1)[:, None]
+        # Half a turn to the left of the vector is its rotation but for the sign of one half.
+        self._sine = torch.cat((-sine, sine), -1)[:, None]
+        self._half = head_dim // 2
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What `rotate` needs for tokens at these positions, [num_tokens]."""
+        return self._cosine.index_select(0, positions), self._sine.index_select(0, positions)
+
+    def rotate(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[num_tokens, num_heads, head_dim], turned in f32 and rounded once."""
+        cosine, sine = angles
+        exact = heads.float()
+        return torch.addcmul(exact * cosine, exact.roll(self._half, -1), sine).to(heads.dtype)
+
+
+def _parameters(source: Any) -> dict[str, Any]:
+    parameters = dict(source.rope_parameters or {})
+    parameters.setdefault("rope_type", "default")
+    return parameters
+
+
+def _frequencies(source: Any, head_dim: int, max_model_len: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] and what cosines and sines are multiplied by."""
+    parameters = _parameters(source)
+    kind = parameters["rope_type"]
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor is not supported: only whole heads are rotated")
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    if kind not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(sorted(("default", *ROPE_INIT_FUNCTIONS)))
+        raise ConfigError(f"rope scaling of kind {kind!r} is not supported; there are: {known}")
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
+            source, torch.device("cpu"), seq_len=max_model_len
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"rope scaling of kind {kind!r}: {error}") from error
+    if frequencies.shape != (head_dim // 2,):
+        raise ConfigError(f"rope scaling of kind {kind!r} does not rotate whole heads")
+    return frequencies, float(factor)

@@ -1,0 +1,116 @@
+"""What a config left open, settled by the model and the machine: dtype, lengths, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from splitserve.config import EngineConfig, KVLayout
+from splitserve.engine.models.config import ModelConfig
+from splitserve.engine.models.rope import longest_context
+from splitserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CPU_BATCHED_TOKENS = 512
+MOST_CPU_KV_BYTES = 1 << 30
+_NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def resolve(config: EngineConfig, model: ModelConfig, source: PretrainedConfig) -> EngineConfig:
+    """The config with nothing left open, for a CPU. Raises ConfigError naming key and limit."""
+    resolved = dataclasses.replace(
+        config,
+        dtype=resolve_dtype(config.dtype),
+        max_model_len=_max_model_len(config.max_model_len, model, source),
+        num_threads=config.num_threads or num_cores(),
+        max_num_batched_tokens=config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
+        attention_backend="cpu" if config.attention_backend == "auto" else config.attention_backend,
+    )
+    if config.block_size < 1:
+        raise ConfigError(f"block_size {config.block_size} is below 1")
+    num_blocks = _num_blocks(resolved, layout_of(resolved, model))
+    return dataclasses.replace(resolved, num_blocks=num_blocks)
+
+
+def layout_of(config: EngineConfig, model: ModelConfig) -> KVLayout:
+    """The KV layout of a resolved config."""
+    return KVLayout(
+        config.dtype, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size
+    )
+
+
+def resolve_dtype(dtype: str) -> Dtype:
+    """The dtype a CPU computes in. Raises ConfigError for float16."""
+    if dtype == "float16":
+        raise ConfigError("dtype float16 is not supported on CPU; use bfloat16 or float32")
+    if dtype == "auto":
+        if has_native_bf16():
+            return "bfloat16"
+        logger.info("dtype auto: float32, because this CPU has no native bfloat16")
+        return "float32"
+    return "bfloat16" if dtype == "bfloat16" else "float32"
+
+
+def has_native_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself (AVX-512 BF16, AMX, or Arm's BF16)."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in _NATIVE_BF16)
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_memory_bytes() -> int:
+    """Memory to be had without swapping: the machine's, or what a container's limit leaves."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    free = page * os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
+def _max_model_len(asked: int | None, model: ModelConfig, source: PretrainedConfig) -> int:
+    length = model.max_positions if asked is None else asked
+    limit = longest_context(source, model.max_positions)
+    if not 1 <= length <= limit:
+        raise ConfigError(f"max_model_len {length} is not between 1 and the model's {limit}")
+    if model.window is not None and length > model.window:
+        raise ConfigError(
+            f"sliding_window {model.window} is not supported: it would change answers longer than "
+            f"that; set max_model_len to at most {model.window}"
+        )
+    return length
+
+
+def _num_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    if config.num_blocks is not None:
+        if config.num_blocks < 1:
+            raise ConfigError(f"num_blocks {config.num_blocks} is below 1")
+        return config.num_blocks
+    memory = config.kv_cache_memory_bytes
+    if memory is None:
+        memory = min(MOST_CPU_KV_BYTES, free_memory_bytes() // 10)
+    num_blocks = memory // (layout.token_bytes * layout.block_size)
+    if num_blocks < 1:
+        block = layout.token_bytes * layout.block_size
+        raise ConfigError(f"kv_cache_memory_bytes {memory} is less than one block of {block} bytes")
+    return num_blocks
