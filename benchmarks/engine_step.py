@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -53,13 +54,13 @@ def main() -> None:
 def measure(runner: ModelRunner, num_threads: int, num_tokens: int, repeats: int) -> None:
     for size in BATCH_SIZES:
         chunks = decode_rows(runner, size, num_tokens)
-        least, median = timed(lambda: runner.step(chunks), repeats)
+        least, median = timed(partial(runner.step, chunks), repeats)
         print(
             f"{num_threads} threads  decode, batch {size:2}: {least:6.1f} ms (median {median:.1f})"
         )
     for length in PROMPT_TOKENS:
         prompt = [prefill(runner, length)]
-        least, median = timed(lambda: runner.step(prompt), max(repeats // 3, 3))
+        least, median = timed(partial(runner.step, prompt), max(repeats // 3, 3))
         print(
             f"{num_threads} threads  prefill of {length}: {length / least * 1e3:6.0f} tokens/s"
             f" (median {length / median * 1e3:.0f})"

@@ -251,7 +251,6 @@ class Requests:
         """Forget a request, here and at every worker that still has it."""
         request_id = tracked.request.request_id
         del self._tracked[request_id]
-        self.line.remove(request_id)
         alive = {w.worker_id: w for w in self._registry.alive()}
         return [
             self._release_order(alive[worker_id], request_id, tracked.attempt)

@@ -65,16 +65,19 @@ class PrefillWorker:
         self._num_steps = 0
 
     def run(self) -> None:
-        """Until drained: take what came, admit, compute one step, push KV."""
+        """Until drained: take what came, compute one step, push KV, admit.
+
+        Admission comes last: before the loop waits, whoever can start has started.
+        """
         while not self._done():
             for event in self._membership.receive(self._wait_s()):
                 self.take(event)
             self.expire()
-            self.admit()
             self.compute()
             for event in self._membership.receive(0):
                 self.take(event)  # Grants that came during the step: their KV can go now
             self.push()
+            self.admit()
             self._membership.turn(self.stats())
             self.check_when_idle()
 

@@ -10,21 +10,7 @@ from rich.table import Table
 
 from splitserve.commands.options import API_KEY, BASE_URL
 
-_COLUMNS = {
-    "worker": "worker_id",
-    "role": "role",
-    "state": "state",
-    "pid": "pid",
-    "host": "host",
-    "running": "num_requests_running",
-    "waiting": "num_requests_waiting",
-    "used": "num_blocks_used",
-    "reserved": "num_blocks_reserved",
-    "free": "num_blocks_free",
-    "blocks": "num_blocks_total",
-    "prefilled": "num_tokens_prefilled",
-    "decoded": "num_tokens_decoded",
-}
+_COLUMNS = ("worker", "state", "pid", "host", "run / wait", "blocks used / all", "tokens in / out")
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 
 
@@ -61,9 +47,25 @@ def status_table(cluster: dict[str, Any]) -> Table:
     )
     table = Table(*_COLUMNS, title=title)
     for worker in cluster["workers"]:
-        cells = [str(worker.get(key, "")) for key in _COLUMNS.values()]
-        table.add_row(*cells, style=_STATE_STYLES.get(worker["state"]))
+        table.add_row(*_cells(worker), style=_STATE_STYLES.get(worker["state"]))
     return table
+
+
+def _cells(worker: dict[str, Any]) -> tuple[str, ...]:
+    """One worker as `_COLUMNS`; what it has not told yet is empty."""
+
+    def pair(left: str, right: str) -> str:
+        return f"{worker.get(left, '')} / {worker.get(right, '')}"
+
+    return (
+        str(worker["worker_id"]),
+        str(worker["state"]),
+        str(worker["pid"]),
+        str(worker["host"]),
+        pair("num_requests_running", "num_requests_waiting"),
+        pair("num_blocks_used", "num_blocks_total"),
+        pair("num_tokens_prefilled", "num_tokens_decoded"),
+    )
 
 
 def chat(

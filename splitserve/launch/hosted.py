@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -132,6 +133,16 @@ def bundle_of(pool: PoolSettings) -> dict[str, float]:
     if not bundle:
         raise LaunchError("a worker must ask Ray for something: num_cpus, num_gpus or resources")
     return bundle
+
+
+def describe_bundles(bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> str:
+    """Bundles in words, equal ones counted."""
+    counts = Counter(
+        ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+        + (f" on a node with {label}" if label else "")
+        for bundle, label in zip(bundles, labels, strict=True)
+    )
+    return " and ".join(f"{count} x ({what})" for what, count in counts.items())
 
 
 def for_ray(settings: ServeSettings) -> ServeSettings:

@@ -28,7 +28,13 @@ from ray.util.scheduling_strategies import (
 from splitserve.config import WorkerConfig
 from splitserve.errors import LaunchError
 from splitserve.launch.child import Exited
-from splitserve.launch.hosted import HostedLauncher, HostedWorker, Outcome, bundle_of
+from splitserve.launch.hosted import (
+    HostedLauncher,
+    HostedWorker,
+    Outcome,
+    bundle_of,
+    describe_bundles,
+)
 from splitserve.launch.local import CoordinatorProcess
 from splitserve.launch.plan import LaunchPlan, WorkerPlace
 from splitserve.launch.spawner import Inbox, Spawner
@@ -191,7 +197,7 @@ def _reserve(pools: list[PoolSettings], settings: RaySettings) -> PlacementGroup
     remove_placement_group(group)
     raise LaunchError(
         f"Ray could not place the workers within {settings.placement_timeout_s:g} s: "
-        f"wanted {bundles}{f' on nodes labelled {labels}' if any(labels) else ''}, "
+        f"wanted {describe_bundles(bundles, labels)}; "
         f"available {_resources()}"
     )
 
@@ -249,7 +255,7 @@ def up(settings: ServeSettings) -> str:
     actor: Any = (
         ray.remote(LauncherActor)
         .options(
-            name=_actor_name(settings.ray),
+            name=actor_name(settings.ray),
             namespace=settings.ray.namespace,
             lifetime="detached",
             num_cpus=0,
@@ -290,10 +296,10 @@ def _end(actor: Any, grace_s: float) -> None:
 
 def _find(settings: RaySettings) -> Any | None:
     try:
-        return ray.get_actor(_actor_name(settings), namespace=settings.namespace)
+        return ray.get_actor(actor_name(settings), namespace=settings.namespace)
     except ValueError:
         return None
 
 
-def _actor_name(settings: RaySettings) -> str:
+def actor_name(settings: RaySettings) -> str:
     return f"splitserve-launcher-{settings.name}"

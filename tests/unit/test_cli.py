@@ -88,7 +88,7 @@ def test_status_shows_every_worker() -> None:
         "workers": [WORKER, {**WORKER, "worker_id": "prefill-9", "state": "dead"}],
     }
     with scripted_server(lambda exchange: exchange.json(cluster)) as server:
-        done = invoke("status", "--base-url", server.base_url, env={"COLUMNS": "200"})
+        done = invoke("status", "--base-url", server.base_url, env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
     for text in ("decode-1a2b", "prefill-9", "dead", "4711", "3 requests in flight"):
         assert text in done.output

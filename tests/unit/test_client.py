@@ -20,8 +20,8 @@ from splitserve.errors import (
     StreamBrokenError,
     UnavailableError,
 )
-from tests.unit.launch.fakes import wait_until
 from tests.unit.scripted_server import Exchange, ScriptedServer, completion, scripted_server
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_cancelled_job_hangs_up(client: Client, server: ScriptedServer) -> None:
     job = client.submit(["quick", "slow", "never sent"], concurrency=1)
     results = job.results(timeout_s=5)
     assert next(results).text == "quick"
-    wait_until(lambda: len(server.exchanges) == 2, "second request")
+    wait_until(lambda: len(server.exchanges) == 2, 10, "second request")
     assert job.wait(0.0) == "running"
     job.cancel()
     assert hung_up.wait(5)

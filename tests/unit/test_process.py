@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from splitserve.process import available_cores, describe_exit, on_signals, python_executable
-from tests.unit.launch.fakes import is_running, wait_until
+from tests.unit.launch.fakes import is_running
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +33,7 @@ os.kill(os.getpid(), 9)
 """
     done = run_python(parent)
     assert done.returncode == -signal.SIGKILL
-    wait_until(lambda: not is_running(int(done.stdout)), "end of the child", 5)
+    wait_until(lambda: not is_running(int(done.stdout)), 5, 10, "end of the child")
 
 
 def test_child_whose_parent_is_gone_already_dies_at_once() -> None:

@@ -178,6 +178,14 @@ def test_one_token_opens_nothing(ring: Ring) -> None:
     assert ring.coordinator.of(m.Tokens) == []
 
 
+def test_prompts_that_arrive_during_a_step_are_not_forgotten(ring: Ring) -> None:
+    ring.start_decode()
+    ring.start_prefill(num_blocks=4)
+    for number in range(200):
+        ring.ask(f"r{number}", prompt_of(number, 9), max_tokens=1)
+    ring.wait_for(lambda: len(ring.coordinator.of(m.HandedOver)) == 200, "all handed over")
+
+
 @pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
 def test_a_decode_worker_alone_does_both(ring: Ring, seeds: tuple[int, ...]) -> None:
     ring.start_decode(max_num_batched_tokens=8)

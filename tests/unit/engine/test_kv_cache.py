@@ -138,11 +138,11 @@ def test_copy_blocks_reads_before_it_writes() -> None:
 
 
 def test_other_threads_run_during_a_copy() -> None:
-    """A copy of hundreds of megabytes on another thread must not stop this one."""
+    """A copy of a hundred megabytes on another thread must not stop this one."""
     layout = KVLayout("float32", num_layers=4, num_kv_heads=4, head_dim=64, block_size=16)
-    cache = KVCache(layout, 2048)
-    ids, region = range(2048), whole(layout, 2048 * 16)
-    size = layout.token_bytes * 2048 * 16
+    cache = KVCache(layout, 1024)
+    ids, region = range(1024), whole(layout, 1024 * 16)
+    size = layout.token_bytes * 1024 * 16
     done = threading.Event()
 
     def copy() -> None:
@@ -156,5 +156,5 @@ def test_other_threads_run_during_a_copy() -> None:
     while not done.wait(timeout=0.0005) and time.perf_counter() - started < 60:
         turns_during += 1
     thread.join(timeout=60)
-    assert done.is_set() and size > 200e6
+    assert done.is_set() and size > 100e6
     assert turns_during > 20

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from splitserve.launch.launcher import Launcher
 from splitserve.launch.local import LocalSpawner
 from splitserve.launch.plan import LaunchPlan
 from splitserve.settings import resolve
+from tests.waiting import wait_until
 
 MODULES = {
     "coordinator": "tests.unit.launch.fake_coordinator",
@@ -39,15 +38,8 @@ class FakeCluster:
         return [int(found[1]) for line in self.lines if (found := re.search(r"pid (\d+)", line))]
 
     def wait_for_line(self, text: str) -> str:
-        wait_until(lambda: any(text in line for line in self.lines), f"a line with {text!r}")
+        wait_until(lambda: any(text in line for line in self.lines), 10, f"a line with {text!r}")
         return next(line for line in self.lines if text in line)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from splitserve.errors import LaunchError
-from tests.unit.launch.fakes import FakeCluster, is_running, wait_until
+from tests.unit.launch.fakes import FakeCluster, is_running
+from tests.waiting import wait_until
 
 
 def test_start_and_stop_leave_nothing() -> None:
     cluster = FakeCluster("well", prefill=2, decode=1)
     assert cluster.launcher.start() == "http://127.0.0.1:1"
-    wait_until(lambda: len(cluster.pids()) == 3, "three workers")
+    wait_until(lambda: len(cluster.pids()) == 3, 10, "three workers")
     assert all(is_running(pid) for pid in cluster.pids())
     cluster.launcher.stop()
     assert cluster.launcher.failure is None
@@ -111,10 +112,11 @@ def test_sigterm_is_followed_by_sigkill_and_kill_needs_no_grace() -> None:
 
 def test_sigkill_of_the_launcher_leaves_nothing() -> None:
     script = """
-        from tests.unit.launch.fakes import FakeCluster, wait_until
+        from tests.unit.launch.fakes import FakeCluster
+        from tests.waiting import wait_until
         cluster = FakeCluster("ignores-sigterm", prefill=2)
         cluster.launcher.start()
-        wait_until(lambda: len(cluster.pids()) == 3, "workers")
+        wait_until(lambda: len(cluster.pids()) == 3, 10, "workers")
         print(*cluster.pids(), flush=True)
         cluster.launcher.wait()
     """
@@ -127,7 +129,7 @@ def test_sigkill_of_the_launcher_leaves_nothing() -> None:
         assert len(pids) == 3
         assert all(is_running(pid) for pid in pids)
         launcher.kill()
-    wait_until(lambda: not any(is_running(pid) for pid in pids), "end of the workers", 5)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 5, 10, "end of the workers")
 
 
 def _pid_in(line: str) -> int:

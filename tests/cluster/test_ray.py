@@ -1,0 +1,132 @@
+"""The same cluster on a real Ray with logical resources: placed, scaled, ended, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from splitserve import Client
+from splitserve.errors import LaunchError
+from splitserve.settings import ServeSettings, resolve
+from tests.unit.launch.fakes import is_running
+from tests.waiting import wait_until
+
+ray = pytest.importorskip("ray")
+FRANCE = "The capital of France is"
+R1 = (7042, 30, 198, 198, 504, 2988, 314, 42)
+# What Ray's own sockets and pipes do in this process is not ours to judge.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def settings_of(name: str, **given: Any) -> ServeSettings:
+    given = {"port": 0, "dtype": "float32", "num_blocks": 64, "stop_grace_s": 5, **given}
+    given |= {"ray_name": name, "ray_placement_timeout_s": given.pop("placement_timeout_s", 20)}
+    file = {"prefill": {"resources": {"prefill": 1}}}
+    return resolve({"model": "smollm2-135m", **given}, file=file, environ={})
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[ModuleType]:
+    """A Ray of our own with eight logical CPUs, whatever the machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=8,
+            resources={"prefill": 2},
+            include_dashboard=False,
+            logging_level="warning",
+        )
+        from splitserve.launch import ray_cluster
+
+        yield ray_cluster
+        ray.shutdown()
+
+
+def pids_of(client: Client) -> list[int]:
+    cluster = client.cluster()
+    return [cluster["coordinator"]["pid"], *(worker["pid"] for worker in cluster["workers"])]
+
+
+def ready(client: Client, role: str) -> list[dict[str, Any]]:
+    workers = client.cluster()["workers"]
+    return [w for w in workers if w["role"] == role and w["state"] == "ready"]
+
+
+def assert_nothing_left(pids: list[int]) -> None:
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 5, "end of every process")
+    free = ray.available_resources
+    wait_until(lambda: free().get("CPU") == 8, 10, "every CPU back")
+    states = {group["state"] for group in ray.util.placement_group_table().values()}
+    assert states <= {"REMOVED"}
+
+
+def test_two_prefill_one_decode_then_one_more_then_down(ray_cluster: ModuleType) -> None:
+    settings = settings_of("grows", prefill=2, decode=1)
+    with Client(ray_cluster.up(settings)) as client:
+        options = {"max_tokens": 8, "temperature": 0.0, "return_token_ids": True}
+        assert client.generate(FRANCE, **options).token_ids == R1
+        assert len(ready(client, "prefill")) == 2
+        with pytest.raises(LaunchError, match="'grows' is up already"):
+            ray_cluster.up(settings)
+        client.scale(prefill=2, decode=2)
+        wait_until(lambda: len(ready(client, "decode")) == 2, 60, "a second decode worker")
+        answers = list(client.submit([FRANCE] * 8, concurrency=8, **options).results(60))
+        assert {answer.token_ids for answer in answers} == {R1}
+        wait_until(
+            lambda: all(worker["num_tokens_decoded"] for worker in ready(client, "decode")),
+            5,
+            "traffic on both decode workers",
+        )
+        pids = pids_of(client)
+        assert len(pids) == 5
+    ray_cluster.down(settings.ray, 5.0)
+    assert_nothing_left(pids)
+    with pytest.raises(LaunchError, match="no cluster named 'grows'"):
+        ray_cluster.down(settings.ray, 5.0)
+
+
+def test_worker_killed_inside_its_actor_takes_the_actor_with_it(ray_cluster: ModuleType) -> None:
+    settings = settings_of("loses", prefill=1, decode=1)
+    with Client(ray_cluster.up(settings)) as client:
+        pids = pids_of(client)
+        (prefill,) = ready(client, "prefill")
+        os.kill(prefill["pid"], signal.SIGKILL)
+        free = ray.available_resources
+        wait_until(lambda: not ready(client, "prefill"), 10, "news of the death")
+        answer = client.generate(FRANCE, max_tokens=2, temperature=0.0)
+        assert answer.text == " Paris."
+        assert free()["CPU"] == 6
+        # The launcher's own death ends the rest, without anyone asking it to.
+        launcher = ray.get_actor(ray_cluster.actor_name(settings.ray), settings.ray.namespace)
+        ray.kill(launcher)
+    assert_nothing_left(pids)
+
+
+def test_no_room_says_what_was_wanted_and_leaves_room(ray_cluster: ModuleType) -> None:
+    # ray-project/ray#27287: a placement group that can never fit waited for ever.
+    with pytest.raises(LaunchError) as refused:
+        ray_cluster.up(settings_of("big", prefill=3, decode=1, placement_timeout_s=1))
+    text = str(refused.value)
+    assert "3 x (1 CPU, 1 prefill) and 1 x (1 CPU)" in text
+    assert "8 of 8 CPU" in text
+    assert "2 of 2 prefill" in text
+    assert_nothing_left([])
+
+
+def test_worker_that_fails_to_start_fails_up_by_name(ray_cluster: ModuleType) -> None:
+    settings = settings_of("broken", prefill=0, decode=1, decode_max_model_len=10**9)
+    with pytest.raises(LaunchError, match=r"(?s)decode-0.*exited with code 1.*max_model_len"):
+        ray_cluster.up(settings)
+    assert_nothing_left([])
