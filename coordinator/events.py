@@ -40,10 +40,12 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceStopped:
-    """A stop string ended one choice; tokens that still come are wasted."""
+    """A stop string ended one choice. `num_wasted` tokens of it came behind; those that still
+    come are wasted too."""
 
     request_id: str
     choice_id: int
+    num_wasted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from coordinator.dispatcher import Dispatcher
-from coordinator.events import Action, Deliver, Fail, Finish, NewRequest, Send
+from coordinator.events import Action, ChoiceStopped, Deliver, Fail, Finish, NewRequest, Send
 from coordinator.registry import Registry, Worker
 from coordinator.tracked import Load, Tracked, loads_of
 from coordinator.waiting import WaitingLine
@@ -80,11 +80,12 @@ class Requests:
         tracked = self._tracked.get(request_id)
         return [] if tracked is None else self._end(tracked)
 
-    def choice_stopped(self, request_id: str, choice_id: int, now: float) -> list[Action]:
-        tracked = self._tracked.get(request_id)
+    def choice_stopped(self, stopped: ChoiceStopped, now: float) -> list[Action]:
+        self.num_wasted_tokens += stopped.num_wasted
+        tracked = self._tracked.get(stopped.request_id)
         if tracked is None:
             return []
-        tracked.stopped.add(choice_id)
+        tracked.stopped.add(stopped.choice_id)
         return self._finish_if_complete(tracked, now)
 
     def fail(self, request_id: str, error: SplitserveError) -> list[Action]:
@@ -251,6 +252,7 @@ class Requests:
         """Forget a request, here and at every worker that still has it."""
         request_id = tracked.request.request_id
         del self._tracked[request_id]
+        self.line.remove(request_id)
         alive = {w.worker_id: w for w in self._registry.alive()}
         return [
             self._release_order(alive[worker_id], request_id, tracked.attempt)

@@ -109,8 +109,8 @@ class State:
                 actions = self._message(identity, message, now)
             case e.RequestCancelled(request_id):
                 actions = self.requests.cancel(request_id)
-            case e.ChoiceStopped(request_id, choice_id):
-                actions = self.requests.choice_stopped(request_id, choice_id, now)
+            case e.ChoiceStopped():
+                actions = self.requests.choice_stopped(event, now)
             case e.SendFailed():
                 actions = self._send_failed(event, now)
             case e.HttpOpened(base_url):

@@ -99,13 +99,20 @@ class TicketBox:
     def deliver(self, action: Deliver) -> Piece | None:
         """Tokens became text; None when nobody wants them any more."""
         ticket = self._tickets.get(action.request_id)
-        if ticket is None or ticket.outputs[action.choice_id].finish is not None:
+        if ticket is None:
             return None
-        piece = ticket.outputs[action.choice_id].push(action.tokens, action.finish)
+        output = ticket.outputs[action.choice_id]
+        if output.finish is not None:  # what came in one message with the stop string
+            self._stopped(action, len(action.tokens))
+            return None
+        piece = output.push(action.tokens, action.finish)
         if piece.stopped_by_text:
-            self._post(ChoiceStopped(action.request_id, action.choice_id))
+            self._stopped(action, len(action.tokens) - len(piece.tokens))
         ticket.add(piece)
         return piece
+
+    def _stopped(self, action: Deliver, num_wasted: int) -> None:
+        self._post(ChoiceStopped(action.request_id, action.choice_id, num_wasted))
 
     def end(self, action: Finish | Fail) -> Ticket | None:
         """No more will come for this request."""

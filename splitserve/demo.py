@@ -56,7 +56,7 @@ def _stream(console: Console, client: Client, prompt: str) -> None:
         parts.append(f"KV {timing['num_kv_bytes'] / 2**20:.2f} MiB")
     num_tokens = last.usage.completion_tokens if last.usage else 0
     parts.append(f"{num_tokens} tokens, {num_tokens / took_s:.1f} tokens/s")
-    console.print(f"\n[dim]{' · '.join(parts)}[/dim]")
+    console.print(f"\n[dim]{' · '.join(parts)}[/dim]", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_WATCH_INTERVAL_S = 1.0
 
 
 def die_with_parent(parent_pid: int | None) -> None:
     """Make this process end, at once and whatever it does, when its parent process is gone.
 
     On Linux the kernel sends SIGKILL when the *thread* that started this process ends, so a parent
-    must start its children from a thread that lives as long as they should. Elsewhere a daemon
-    thread looks for a new parent once a second. None does nothing (started by hand).
+    must start its children from a thread that lives as long as they should. Elsewhere (macOS)
+    a daemon thread waits for the end of the parent process. None does nothing (started by hand).
     """
     if parent_pid is None:
         return
@@ -37,10 +36,18 @@ def die_with_parent(parent_pid: int | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(_WATCH_INTERVAL_S)  # no portable way to be told
-    os.kill(os.getpid(), signal.SIGKILL)
+if sys.platform != "linux":
+
+    def _watch_parent(parent_pid: int) -> None:
+        with select.kqueue() as queue, contextlib.suppress(ProcessLookupError):
+            gone = select.kevent(
+                parent_pid,
+                filter=select.KQ_FILTER_PROC,
+                flags=select.KQ_EV_ADD,
+                fflags=select.KQ_NOTE_EXIT,
+            )
+            queue.control([gone], 1, None)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def available_cores() -> tuple[int, ...]:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from splitserve.settings import PoolSettings, RaySettings, ServeSettings
 
 _CALL_TIMEOUT_S = 60.0  # a short call to an actor that runs
-_ACTOR_START_TIMEOUT_S = 120.0
 _WAIT_S = 60.0  # one wait of an endless series
 _KILL_WAIT_S = 10.0
 
@@ -128,8 +127,8 @@ class RaySpawner(Spawner):
             group, index = self._bundle(place)
             own_group = group if group is not self._group else None
             exited = self._run_actor(place, config, (group, index))
-        except (LaunchError, ray.exceptions.RayError) as error:
-            exited = Exited(place.launch_id, 0, 1, str(error))
+        except Exception as error:  # whatever it is, the launcher must hear of it
+            exited = Exited(place.launch_id, 0, 1, str(error) or repr(error))
         if own_group is not None:
             remove_placement_group(own_group)
         self._workers.pop(place.launch_id)
@@ -150,14 +149,13 @@ class RaySpawner(Spawner):
     ) -> Exited:
         pool = self._settings.pool(place.role)
         asked = bundle_of(pool)
-        strategy = PlacementGroupSchedulingStrategy(bundle[0], bundle[1])
         actor: Any = (
             ray.remote(WorkerActor)
             .options(
                 num_cpus=asked.pop("CPU", 0),
                 num_gpus=asked.pop("GPU", 0),
                 resources=asked,
-                scheduling_strategy=strategy,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(*bundle),
                 max_concurrency=4,
             )
             .remote()
@@ -228,14 +226,11 @@ def connect(settings: RaySettings) -> None:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray.init(
-            address=settings.address, namespace=settings.namespace, logging_level=logging.WARNING
-        )
+        ray.init(settings.address, namespace=settings.namespace, logging_level=logging.WARNING)
     except (ConnectionError, ray.exceptions.RayError) as error:
         raise LaunchError(
             f"can't join Ray at {settings.address}: {error}. Start one with `ray start --head`, or "
-            "give --ray-address local. Where the cluster uses token authentication, this machine "
-            "needs its token (RAY_AUTH_MODE, RAY_AUTH_TOKEN)."
+            "give --ray-address local. A cluster with token authentication wants RAY_AUTH_TOKEN."
         ) from error
 
 
@@ -265,7 +260,7 @@ def up(settings: ServeSettings) -> str:
         .remote(settings)
     )
     try:
-        limit_s = settings.start_timeout_s + settings.stop_grace_s + _ACTOR_START_TIMEOUT_S
+        limit_s = settings.start_timeout_s + settings.stop_grace_s + 2 * _CALL_TIMEOUT_S
         outcome: Outcome = ray.get(actor.bring_up.remote(), timeout=limit_s)
     except BaseException:
         _end(actor, settings.stop_grace_s)

@@ -13,9 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.harness import Ring, ids_of, running
+from tests.cluster.harness import Ring, ids_of
 from tests.waiting import wait_until
 
+CLUSTER = {"prefill": 1, "decode": 1}
 FRANCE = "The capital of France is"
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -62,54 +63,52 @@ def listening_addresses(pids: list[int]) -> set[str]:
     return addresses
 
 
-class TestRunning:
-    @pytest.fixture(scope="class")
-    def ring(self):  # type: ignore[no-untyped-def]
-        with running(prefill=1, decode=1) as ring:
-            ring.complete(FRANCE, max_tokens=4)
-            ring.assert_drained()
-            yield ring
+def test_an_idle_cluster_uses_under_two_percent_of_a_core_each(ring: Ring) -> None:
+    ring.complete(FRANCE, max_tokens=4)
+    ring.assert_drained()
+    pids = [int(worker["pid"]) for worker in ring.cluster()["workers"]]
+    pids.append(int(ring.cluster()["coordinator"]["pid"]))
+    started = time.monotonic()
+    before = {pid: cpu_seconds(pid) for pid in pids}
+    wait_until(lambda: time.monotonic() - started > 5, 6, "five idle seconds")
+    used = {pid: (cpu_seconds(pid) - before[pid]) / 5 for pid in pids}
+    assert max(used.values()) < 0.02, used
 
-    def test_an_idle_cluster_uses_under_two_percent_of_a_core_each(self, ring: Ring) -> None:
-        pids = [int(worker["pid"]) for worker in ring.cluster()["workers"]]
-        pids.append(int(ring.cluster()["coordinator"]["pid"]))
-        started = time.monotonic()
-        before = {pid: cpu_seconds(pid) for pid in pids}
-        wait_until(lambda: time.monotonic() - started > 5, 6, "five idle seconds")
-        used = {pid: (cpu_seconds(pid) - before[pid]) / 5 for pid in pids}
-        assert max(used.values()) < 0.02, used
 
-    def test_every_socket_listens_on_loopback(self, ring: Ring) -> None:
-        """InternLM/lmdeploy #4804: sockets bound to every interface."""
-        addresses = listening_addresses([os.getpid(), *children_of(os.getpid())])
-        assert len(addresses) >= 3  # HTTP, control, data
-        assert all(a.startswith("0100007F:") for a in addresses), addresses
+def test_every_socket_listens_on_loopback(ring: Ring) -> None:
+    """InternLM/lmdeploy #4804: sockets bound to every interface."""
+    addresses = listening_addresses([os.getpid(), *children_of(os.getpid())])
+    assert len(addresses) >= 3  # HTTP, control, data
+    assert all(a.startswith("0100007F:") for a in addresses), addresses
 
-    def test_no_process_but_the_workers_loads_torch(self, ring: Ring) -> None:
-        pid = int(ring.cluster()["coordinator"]["pid"])
-        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
 
-    def test_health_routes(self, ring: Ring) -> None:
-        for path in ("/live", "/health", "/ready"):
-            assert ring.http.get(path).status_code == 200, path
+def test_no_process_but_the_workers_loads_torch(ring: Ring) -> None:
+    pid = int(ring.cluster()["coordinator"]["pid"])
+    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
 
-    def test_stray_bytes_on_every_port_harm_nobody(self, ring: Ring, tmp_path: Path) -> None:
-        """vllm-project/vllm PR#54757: a port scan killed the listener thread."""
-        marker = tmp_path / "marker"
-        pickled = f"cposix\nsystem\n(S'touch {marker}'\ntR.".encode()
-        http_port = int(ring.base_url.rsplit(":", 1)[1])
-        for address in listening_addresses([os.getpid(), *children_of(os.getpid())]):
-            port = int(address.split(":")[1], 16)
-            if port == http_port:
-                continue
-            for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 20), b"", pickled):
-                with socket.create_connection(("127.0.0.1", port), timeout=5) as scan:
-                    try:
-                        scan.sendall(junk)
-                    except OSError:
-                        pass  # the other side hung up, as it may
-        assert ids_of(ring.complete(FRANCE, max_tokens=2)) == [7042, 30]
-        assert not marker.exists()
+
+def test_health_routes(ring: Ring) -> None:
+    for path in ("/live", "/health", "/ready"):
+        assert ring.http.get(path).status_code == 200, path
+
+
+def test_stray_bytes_on_every_port_harm_nobody(ring: Ring, tmp_path: Path) -> None:
+    """vllm-project/vllm PR#54757: a port scan killed the listener thread."""
+    marker = tmp_path / "marker"
+    pickled = f"cposix\nsystem\n(S'touch {marker}'\ntR.".encode()
+    http_port = int(ring.base_url.rsplit(":", 1)[1])
+    for address in listening_addresses([os.getpid(), *children_of(os.getpid())]):
+        port = int(address.split(":")[1], 16)
+        if port == http_port:
+            continue
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 20), b"", pickled):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as scan:
+                try:
+                    scan.sendall(junk)
+                except OSError:
+                    pass  # the other side hung up, as it may
+    assert ids_of(ring.complete(FRANCE, max_tokens=2)) == [7042, 30]
+    assert not marker.exists()
 
 
 def serve(*arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -152,7 +151,7 @@ def test_however_serve_ends_nothing_is_left(number: signal.Signals) -> None:
             assert exit_code == 0
     finally:
         process.kill()
-        process.wait(10)
+        process.communicate(timeout=10)
 
 
 def test_a_worker_that_cannot_start_is_named_and_nothing_is_left(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from tests.cluster.harness import Body, Ring, ids_of, running
 
 COUNTING = "1 2 3 4 5 6 7"
@@ -55,40 +53,6 @@ def test_a_decode_pool_smaller_than_a_burst_serves_all_of_it() -> None:
             answers = ring.at_once([ask(prompt) for prompt in prompts], concurrency=32)
             assert [len(ids_of(answer)) for answer in answers] == [20] * 64
             ring.assert_drained()
-
-
-class TestLimits:
-    """vllm-project/vllm #39734: 'no room now' and 'never room' are different answers."""
-
-    @pytest.fixture(
-        scope="class",
-        params=[("prefill_num_blocks", 64), ("decode_num_blocks", 64)],
-        ids=["prefill pool of 64 blocks", "decode pool of 64 blocks"],
-    )
-    def ring(self, request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-        flag, blocks = request.param
-        with running(prefill=1, decode=1, **{flag: blocks}) as ring:
-            yield ring
-            ring.assert_drained()
-
-    def test_a_prompt_that_never_fits_is_refused_with_the_limit(self, ring: Ring) -> None:
-        body = {"prompt": list(range(100, 1200)), "max_tokens": 4}
-        response = ring.post("/v1/completions", body)
-        assert response.status_code == 400
-        assert "1024" in response.json()["error"]["message"]
-        assert ids_of(ring.complete("The capital of France is", max_tokens=2)) == [7042, 30]
-
-    @pytest.mark.parametrize("num_tokens", [1007, 1008, 1023, 1024, 1025])
-    def test_at_the_border_it_is_served_or_refused_never_stuck(
-        self, ring: Ring, num_tokens: int
-    ) -> None:
-        body = {"prompt": [504] * num_tokens, "max_tokens": 1, "return_token_ids": True}
-        response = ring.post("/v1/completions", body)
-        assert response.status_code in (200, 400)
-        if num_tokens + 1 <= 1024:
-            assert response.status_code == 200
-        if num_tokens > 1024:
-            assert "1024" in response.json()["error"]["message"]
 
 
 def test_a_lone_answer_longer_than_the_pool_is_refused_at_once() -> None:

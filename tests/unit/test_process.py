@@ -33,7 +33,7 @@ os.kill(os.getpid(), 9)
 """
     done = run_python(parent)
     assert done.returncode == -signal.SIGKILL
-    wait_until(lambda: not is_running(int(done.stdout)), 5, 10, "end of the child")
+    wait_until(lambda: not is_running(int(done.stdout)), 5, "end of the child")
 
 
 def test_child_whose_parent_is_gone_already_dies_at_once() -> None:

@@ -9,9 +9,10 @@ here runs over the whole row at once, since scores are small.)
     row 0, 150 tokens   [part 0][part 1][part 2]     scores   [0][1][2][-inf]
     row 1, 250 tokens   [part 3][part 4][part 5][part 6]      [3][4][5][6]
 
-Prefill chunks. Sequences of alike size are padded into one scaled_dot_product_attention, with the
-query heads that share a KV head folded into the query length (an explicit mask together with
-enable_gqa is more than twice as slow).
+Prefill chunks. Sequences whose sizes round up alike share one scaled_dot_product_attention, with
+the query heads that share a KV head folded into the query length (an explicit mask together with
+enable_gqa is more than twice as slow). Each is padded to its own size rounded up, never to a
+batch-mate's: torch picks its tiles by size, and other tiles give other roundings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PART_TOKENS = 64
 # Scores are padded to the longest row. More padding than this (in parts) costs more than a
 # second round of operations over the rows that are much shorter.
 _MAX_PADDED_PARTS = 256
-_LEAST_QUERY_BUCKET, _LEAST_CONTEXT_BUCKET = 16, 64
+_QUERY_STEP, _CONTEXT_STEP = 32, 64  # what prefill sizes are rounded up to
 
 
 class CpuAttention(AttentionBackend):
@@ -126,8 +127,7 @@ class _DecodeGroup(_Group):
         place = np.arange(len(row_of_part)) - firsts[row_of_part]
 
         columns = place[:, None] * part_blocks + np.arange(part_blocks)
-        columns = np.where(columns < batch.block_tables.shape[1], columns, 0)
-        blocks = batch.block_tables[rows[row_of_part][:, None], columns]
+        blocks = batch.block_tables[rows[row_of_part][:, None], _within(columns, batch)]
         self._kv_rows = backend.rows_of(blocks, size)
         token_rows = batch.query_starts[rows]
         self.token_rows = _tensor(token_rows)
@@ -169,9 +169,11 @@ class _PrefillGroup(_Group):
     def __init__(self, backend: CpuAttention, batch: Batch, rows: Ints) -> None:
         self._backend = backend
         query_lens, context_lens = batch.query_lens[rows], batch.context_lens[rows]
-        self._num_rows, self._num_queries = len(rows), int(query_lens.max())
-        num_blocks = -(-int(context_lens.max()) // batch.block_size)
-        self._kv_rows = backend.rows_of(batch.block_tables[rows, :num_blocks], batch.block_size)
+        self._num_rows = len(rows)
+        self._num_queries = int(_rounded_up(query_lens, _QUERY_STEP)[0])
+        num_blocks = -(-int(_rounded_up(context_lens, _CONTEXT_STEP)[0]) // batch.block_size)
+        columns = _within(np.arange(num_blocks), batch)
+        self._kv_rows = backend.rows_of(batch.block_tables[rows][:, columns], batch.block_size)
 
         places = np.arange(self._num_queries)
         padded = np.minimum(places, query_lens[:, None] - 1)
@@ -225,16 +227,22 @@ def _decode_groups(rows: Ints, batch: Batch, part_blocks: int) -> list[Ints]:
 
 
 def _prefill_groups(rows: Ints, batch: Batch) -> list[Ints]:
-    """Prefill chunks whose sizes round up to the same powers of two."""
-    queries = _power_of_two(batch.query_lens[rows], _LEAST_QUERY_BUCKET)
-    contexts = _power_of_two(batch.context_lens[rows], _LEAST_CONTEXT_BUCKET)
-    buckets, group_of_row = np.unique(np.stack((queries, contexts)), axis=1, return_inverse=True)
-    return [rows[group_of_row.reshape(-1) == group] for group in range(buckets.shape[1])]
+    """Prefill chunks whose sizes round up alike."""
+    queries = _rounded_up(batch.query_lens[rows], _QUERY_STEP)
+    contexts = _rounded_up(batch.context_lens[rows], _CONTEXT_STEP)
+    sizes, group_of_row = np.unique(np.stack((queries, contexts)), axis=1, return_inverse=True)
+    return [rows[group_of_row.reshape(-1) == group] for group in range(sizes.shape[1])]
 
 
-def _power_of_two(sizes: Ints, least: int) -> Ints:
-    rounded: Ints = np.maximum(least, 1 << np.ceil(np.log2(sizes)).astype(np.int64))
+def _rounded_up(sizes: Ints, step: int) -> Ints:
+    rounded: Ints = -(-sizes // step) * step
     return rounded
+
+
+def _within(columns: Ints, batch: Batch) -> Ints:
+    """Columns of the block tables; what lies behind the last is padded as rows are: column 0."""
+    inside: Ints = np.where(columns < batch.block_tables.shape[1], columns, 0)
+    return inside
 
 
 def _tensor(array: npt.NDArray[Any]) -> Tensor:

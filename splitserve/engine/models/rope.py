@@ -11,16 +11,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from splitserve.errors import ConfigError
 
-# Kinds that stretch positions beyond max_position_embeddings by their factor.
+# Kinds whose factor may reach beyond max_position_embeddings.
 _STRETCHING = ("linear", "yarn")
 
 
 def longest_context(source: PretrainedConfig, max_positions: int) -> int:
     """The most tokens a sequence of this model may have, its scaling used to the full."""
     parameters = _parameters(source)
-    if parameters["rope_type"] in _STRETCHING:
-        return int(max_positions * max(1.0, float(parameters.get("factor", 1.0))))
-    return max_positions
+    if parameters["rope_type"] not in _STRETCHING:
+        return max_positions
+    trained = parameters.get("original_max_position_embeddings") or max_positions
+    return max(max_positions, int(trained * float(parameters.get("factor") or 1.0)))
 
 
 class Rope:

@@ -233,6 +233,21 @@ def test_timing_waits_a_moment_for_the_report_on_the_transfer() -> None:
     assert world.at_rest()
 
 
+@pytest.mark.parametrize("how", ["death", "failure"])
+def test_a_complete_answer_outlives_what_happens_behind_it(how: str) -> None:
+    """It waits for its timing only."""
+    world = World()
+    world.submit(request(max_tokens=2, wants_timing=True))
+    world.first_token("p0")
+    world.tokens("d0", row(0, 10, 11, finish="length"))
+    if how == "death":
+        actions = world.hear("launcher", m.ProcessExited("p0", 7, -9, ""))
+    else:
+        actions = world.failed("p0", "transfer")
+    assert of(actions, Finish) and not of(actions, Fail)
+    assert world.at_rest()
+
+
 def test_timing_does_not_wait_for_long() -> None:
     world = World()
     world.submit(request(max_tokens=2, wants_timing=True))

@@ -98,6 +98,22 @@ def test_a_decode_row_does_not_depend_on_its_batch_mates(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("span", [(0, 200), (0, 30), (70, 101)], ids=str)
+def test_a_prefill_chunk_does_not_depend_on_its_batch_mates(
+    span: tuple[int, int], dtype: torch.dtype
+) -> None:
+    first = torch.randn(span[1] - span[0], SMALL.num_heads, SMALL.head_dim).to(dtype)
+    results = []
+    for others in ((), ((0, 256),), (span, span), ((0, 31), (80, 111)), ((40, 41), (0, 900))):
+        case = Case(SMALL, dtype, 16, (span, *others))
+        batch = batch_of(case, Prompts(NUM_BLOCKS))
+        rows = queries(case, batch)
+        rows[: len(first)] = first
+        results.append(attend("cpu", case, batch, rows)[: len(first)])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
 def test_what_lies_behind_a_sequence_does_not_matter() -> None:
     """A stale block tail and other sequences' blocks may hold anything that is a number."""
     case = Case(SMALL, torch.float32, 16, ((20, 21), (0, 30)))

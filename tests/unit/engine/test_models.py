@@ -87,6 +87,27 @@ def check(directory: Path, load: LoadRunner, max_model_len: int | None) -> None:
     torch.testing.assert_close(torch.stack(found), expected[[99, 147, 148, 149]], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "limit"),
+    [
+        (rope("default"), 512),
+        (rope("dynamic", factor=4.0), 512),
+        (rope("linear", factor=4.0), 2048),
+        (rope("yarn", factor=4.0, original_max_position_embeddings=512), 2048),
+        (rope("yarn", factor=4.0, original_max_position_embeddings=128), 512),
+        (rope("yarn", factor=2.0, original_max_position_embeddings=128), 512),
+    ],
+)
+def test_scaling_says_how_long_a_context_may_be(
+    parameters: dict[str, Any], limit: int, tmp_path: Path, load: LoadRunner
+) -> None:
+    directory = make_tiny_model("llama", tmp_path, rope_parameters=parameters)
+    assert load(directory).max_model_len == 512
+    assert load(directory, max_model_len=limit).max_model_len == limit
+    with pytest.raises(ConfigError, match=f"max_model_len {limit + 1}.*{limit}"):
+        load(directory, max_model_len=limit + 1)
+
+
 def test_many_files_and_bfloat16_weights(tmp_path: Path, load: LoadRunner) -> None:
     directory = make_tiny_model("llama", tmp_path, shard_size="60KB", dtype=torch.bfloat16)
     assert len(list(directory.glob("*.safetensors"))) > 2

@@ -129,7 +129,7 @@ def test_sigkill_of_the_launcher_leaves_nothing() -> None:
         assert len(pids) == 3
         assert all(is_running(pid) for pid in pids)
         launcher.kill()
-    wait_until(lambda: not any(is_running(pid) for pid in pids), 5, 10, "end of the workers")
+    wait_until(lambda: not any(is_running(pid) for pid in pids), 5, "end of the workers")
 
 
 def _pid_in(line: str) -> int:
