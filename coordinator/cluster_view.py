@@ -16,7 +16,7 @@ _NOTHING = dataclasses.asdict(WorkerStats())
 
 
 def cluster_view(state: State, config: CoordinatorConfig, pid: int, now: float) -> dict[str, Any]:
-    """What GET /cluster answers; docs/operations.md describes it."""
+    """What GET /cluster answers."""
     requests, workers = state.requests, state.registry.workers.values()
     said_hello = {worker.launch_id for worker in workers}
     unborn = [x for x in state.pools.launches.values() if x.launch_id not in said_hello]

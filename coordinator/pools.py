@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coordinator.registry import Worker
-from splitserve.config import Role
+from splitserve.config import MAX_WORKERS, ROLES, Role
 from splitserve.errors import InvalidRequestError
-
-ROLES: tuple[Role, ...] = ("prefill", "decode")
-MAX_WORKERS = 1024  # of one pool
 
 
 @dataclass(slots=True, eq=False)

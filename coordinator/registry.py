@@ -9,7 +9,6 @@ from coordinator.limits import Limits, limits_of
 from splitserve.config import Liveness, Role
 from splitserve.wire.messages import Heartbeat, Hello, WorkerFacts, WorkerStats
 
-MAX_LOOP_AGE_S = 60.0  # a step that takes longer is a wedged worker
 MAX_DEAD_SHOWN = 8
 
 
@@ -100,6 +99,9 @@ class Registry:
             hello.facts,
             order=self._num_joined,
             heartbeat_at=now,
+            stats=WorkerStats(
+                num_blocks_total=hello.facts.num_blocks, num_blocks_free=hello.facts.num_blocks
+            ),
         )
         self.workers[worker.worker_id] = worker
         self._model = self._model or (worker.worker_id, hello.facts)
@@ -132,7 +134,7 @@ class Registry:
         for worker in self.alive():
             if now - worker.heartbeat_at >= timeout_s:
                 found.append((worker, f"no heartbeat for {timeout_s:g} s"))
-            elif worker.loop_age_s > MAX_LOOP_AGE_S:
+            elif worker.loop_age_s > self._liveness.max_step_s:
                 found.append((worker, f"its loop has been stuck for {worker.loop_age_s:.0f} s"))
         return found
 

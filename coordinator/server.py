@@ -8,10 +8,12 @@ control ROUTER ──messages─────────────────
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import secrets
+import socket
 import time
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from coordinator.http_server import HttpServer, base_url, bind_http
 from coordinator.service import Service
 from coordinator.state import Settings, State
 from splitserve.config import CoordinatorConfig
-from splitserve.models import fingerprint, model_facts
+from splitserve.models import model_facts, tokenizer_fingerprint
 from splitserve.tokenizer import Tokenizer
 
 MAX_WAIT_S = 0.5  # so that the loop shows it turns, however quiet it is
@@ -43,20 +45,21 @@ class Server:
 
     async def run(self) -> None:
         """Serve until told to stop. Raises ConfigError when a socket can't be bound."""
-        listener = bind_http(self._config)
         config = self._config
-        control = Control(config.control_host, config.keys, config.advertise_host)
-        self.url = base_url(config, listener)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.service.close)
+            listener = stack.enter_context(bind_http(config))
+            control = Control(config.control_host, config.keys, config.advertise_host)
+            stack.callback(control.close)
+            await self._serve(listener, control)
+
+    async def _serve(self, listener: socket.socket, control: Control) -> None:
+        self.url = base_url(self._config, listener)
         self.service.attach(control.send)
         self.service.num_protocol_errors = lambda: control.num_protocol_errors
         self._http = HttpServer(make_app(self.service), listener, self._http_opened)
         self._report(control.endpoint)
-        try:
-            await self._run_both(control, self._http)
-        finally:
-            self.service.close()
-            control.close()
-            listener.close()
+        await self._run_both(control, self._http)
 
     def stop(self) -> None:
         """Fail what is in flight, with clear errors, and return from `run`. Twice: at once."""
@@ -112,7 +115,7 @@ def make_service(config: CoordinatorConfig) -> Service:
     settings = Settings(
         epoch=secrets.token_hex(8),
         model_max_len=facts.max_model_len,
-        tokenizer_fingerprint=fingerprint(directory).tokenizer,
+        tokenizer_fingerprint=tokenizer_fingerprint(directory),
         num_prefill=config.num_prefill,
         num_decode=config.num_decode,
         router=config.router,

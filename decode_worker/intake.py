@@ -96,13 +96,21 @@ class Incoming:
         return min(self.request.deadline, self.written_at + self.request.stall_timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    """What a worker can take on."""
+
+    max_num_seqs: int
+    vocab_size: int
+
+
 @dataclass(slots=True)
 class Intake:
     """Every prompt that is not decoded yet."""
 
     layout: KVLayout
     blocks: BlockManager
-    max_num_seqs: int
+    limits: IntakeLimits
     _waiting: dict[RequestKey, Incoming] = field(default_factory=dict)
     _granted: dict[RequestKey, Incoming] = field(default_factory=dict)
     _num_arrived: int = 0
@@ -135,7 +143,7 @@ class Intake:
 
     def never_fits(self, request: Request) -> bool:
         """Whether the prompt and its choices need more than an empty worker has."""
-        too_many = len(request.choices) > self.max_num_seqs
+        too_many = len(request.choices) > self.limits.max_num_seqs
         return too_many or self._blocks_for(request) > self.blocks.counts.total
 
     def admit(self, spare_blocks: int, num_choices: int, now: float) -> list[Action]:
@@ -146,7 +154,7 @@ class Intake:
         for incoming in list(self._waiting.values()):
             needed = self._blocks_for(incoming.request)
             fits = needed <= spare_blocks
-            fits = fits and num_choices + len(incoming.request.choices) <= self.max_num_seqs
+            fits = fits and num_choices + len(incoming.request.choices) <= self.limits.max_num_seqs
             if not fits:
                 blocked = blocked or incoming
                 continue
@@ -173,7 +181,7 @@ class Intake:
         if incoming is None or incoming.peer is None:
             return None
         epoch = incoming.request.epoch
-        if not _first_tokens_fit(incoming.request, message):
+        if not self._fits(incoming.request, message):
             return self._fail(incoming, "transfer", "Commit does not fit its Open", retriable=False)
         missing = incoming.coverage.missing(self._whole(incoming.request))
         if not missing:
@@ -248,10 +256,18 @@ class Intake:
         num_tokens = len(request.token_ids)
         return m.Region(0, layout.num_layers, 0, num_tokens, 0, layout.num_kv_heads)
 
-
-def _first_tokens_fit(request: Request, commit: m.Commit) -> bool:
-    """Whether Commit brings one token for some of the choices, each at most once."""
-    wanted = {choice.choice_id for choice in request.choices}
-    got = [row.choice_id for row in commit.first_tokens]
-    one_each = all(len(row.tokens) == 1 for row in commit.first_tokens)
-    return one_each and bool(got) and len(set(got)) == len(got) and set(got) <= wanted
+    def _fits(self, request: Request, commit: m.Commit) -> bool:
+        """Whether Commit brings one possible token for some of the choices, each at most once."""
+        wanted = {choice.choice_id for choice in request.choices}
+        got = [row.choice_id for row in commit.first_tokens]
+        if not got or len(set(got)) != len(got) or not set(got) <= wanted:
+            return False
+        index = len(request.token_ids) - request.num_prompt_tokens
+        return commit.epoch == request.epoch and all(
+            (row.request_id, row.attempt) == request.key
+            and row.first_index == index
+            and len(row.tokens) == 1
+            and 0 <= row.tokens[0] < self.limits.vocab_size
+            and len(row.logprobs or (None,)) == 1
+            for row in commit.first_tokens
+        )

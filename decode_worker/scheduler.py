@@ -69,7 +69,8 @@ class DecodeScheduler:
         ready = [s for s in self._running if self._has_blocks(s)]
         answers = [s for s in ready if s.num_uncomputed == 1]
         prompts = [s for s in ready if s.num_uncomputed > 1]
-        return plan_chunks([*answers, *prompts], max(self._budget, len(answers)))
+        # However many answers there are, the oldest prompt moves on.
+        return plan_chunks([*answers, *prompts], max(self._budget, len(answers) + self._block_size))
 
     def computed(self, plan: list[Planned]) -> None:
         for chunk in plan:

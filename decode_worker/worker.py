@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 from decode_worker import intake as i
 from decode_worker.answers import Answers
-from decode_worker.intake import Intake
+from decode_worker.intake import Intake, IntakeLimits
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.base import FrameDropped, FrameWritten, KVReceiver, TransferKey
-from splitserve.engine.step import chunk_of
+from splitserve.engine.step import compute
+from splitserve.logs import LimitedLog
 from splitserve.membership import Membership, TerminationRequested
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
 from splitserve.wire.channel import (
+    COORDINATOR,
     Channel,
     ChannelFailed,
     ControlReceived,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # the loop itself needs no torch
     from splitserve.engine.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 
 class DecodeWorker:
@@ -46,7 +49,8 @@ class DecodeWorker:
         self.scheduler = DecodeScheduler(
             self.blocks, runner.layout.block_size, runner.max_num_batched_tokens
         )
-        self.intake = Intake(runner.layout, self.blocks, runner.config.max_num_seqs)
+        limits = IntakeLimits(runner.config.max_num_seqs, runner.vocab_size)
+        self.intake = Intake(runner.layout, self.blocks, limits)
         self._runner = runner
         self._channel = channel
         self._receiver = receiver
@@ -85,7 +89,9 @@ class DecodeWorker:
                 self.intake.written(event, self._clock())
             case FrameDropped(key, reason):
                 self._num_frames_dropped += 1
-                log.warning("dropped a frame of %s: %s", key, reason)
+                limited.warning("frame", f"dropped a frame of {key.request_id}: {reason}")
+            case SendFailed(peer, message) if peer == COORDINATOR:
+                raise RuntimeError(f"could not tell the coordinator {type(message).__name__}")
             case SendFailed(peer, message):
                 log.warning("could not send %s to %s", type(message).__name__, peer)
             case TerminationRequested():
@@ -118,17 +124,17 @@ class DecodeWorker:
         now = self._clock()
         for planned in plan:
             self._prompts.started(planned.sequence.request.key, now)
-        try:
-            sampled = self._runner.step([chunk_of(planned) for planned in plan])
-        except Exception as error:
-            log.exception("a forward pass failed; its requests fail, the worker goes on")
-            for request in {p.sequence.request.key: p.sequence.request for p in plan}.values():
-                self._fail(request, "decode", f"{type(error).__name__}: {error}")
-            return
+        results = compute(self._runner, plan)
         self._num_steps += 1
         self.scheduler.computed(plan)
-        for planned, tokens in zip(plan, sampled, strict=True):
-            self._answers.take(planned, tokens)
+        failed: dict[RequestKey, tuple[Request, str]] = {}
+        for planned, result in zip(plan, results, strict=True):
+            if isinstance(result, str):
+                failed[planned.sequence.request.key] = (planned.sequence.request, result)
+            else:
+                self._answers.take(planned, result)
+        for request, reason in failed.values():
+            self._fail(request, "decode", reason)
 
     def report(self) -> None:
         """First tokens of prompts computed here, then all tokens of the step in one message."""
@@ -239,7 +245,7 @@ class DecodeWorker:
         if layout != self._runner.layout:
             return f"KV layout is {layout} there and {self._runner.layout} here", False
         if self._draining:
-            return "the worker is draining", True
+            return f"decode worker {self._membership.worker_id} is draining", True
         if self._knows(request.key):
             return "this attempt is already here", False
         if reason := self._impossible(request):
@@ -247,11 +253,20 @@ class DecodeWorker:
         return None
 
     def _impossible(self, request: Request) -> str | None:
-        """Why the request could never be served here, by its numbers."""
+        """Why the request could never be served here, by its numbers. Peers may send anything."""
         num_tokens = len(request.token_ids)
+        choice_ids = [choice.choice_id for choice in request.choices]
+        if not choice_ids or len(set(choice_ids)) != len(choice_ids):
+            return f"choice ids {choice_ids[:10]} are none, or not distinct"
         if not 0 < request.num_prompt_tokens <= num_tokens < self._runner.max_model_len:
             return f"{num_tokens} tokens do not fit in max_model_len {self._runner.max_model_len}"
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self._runner.vocab_size:
+        biased = [token_id for token_id, _ in request.sampling.logit_bias]
+        if (
+            not 0
+            <= min([*request.token_ids, *biased])
+            <= max([*request.token_ids, *biased])
+            < (self._runner.vocab_size)
+        ):
             return f"a token id is outside the vocabulary of {self._runner.vocab_size}"
         if self.intake.never_fits(request):
             return f"{num_tokens} tokens never fit in {self.blocks.counts.total} blocks"

@@ -12,6 +12,8 @@ from kv_transfer.base import FrameDropped, FrameWritten, KVReceiver, KVStore, Tr
 from kv_transfer.layout import region_bytes, region_fault
 from splitserve.wire.messages import FrameHeader
 
+MAX_WRITE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grant:
@@ -39,7 +41,9 @@ class StoreReceiver(KVReceiver):
         """Waits for a write of this transfer only: one copy in memory, which always ends."""
         with self._changed:
             grant = self._grants.pop(key, None)
-            self._changed.wait_for(lambda: grant not in self._writing)
+            ended = self._changed.wait_for(lambda: grant not in self._writing, MAX_WRITE_S)
+        if not ended:
+            raise RuntimeError(f"a write of {key} lasted over {MAX_WRITE_S:g} s")
 
     def accept(self, header: FrameHeader, data: memoryview) -> FrameWritten | FrameDropped:
         key = TransferKey(header.request_id, header.attempt)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kv_transfer.chunks import region_bytes, split_regions
 from splitserve.config import KVLayout
@@ -48,7 +49,15 @@ class Finish:
     report: m.HandedOver | m.Failed
 
 
-Action = Send | SendFrame | Finish
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """A peer has gone silent and no other hand-off goes there: drop what waits for it."""
+
+    peer: str
+
+
+Action = Send | SendFrame | Finish | Disconnect
+State = Literal["opened", "queued", "granted", "committed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,14 +67,14 @@ class Handoff:
     request: Request
     peer: str
     heard_at: float  # the last sign of progress; the stall timer counts from here
-    state: str = "opened"
+    state: State = "opened"
     granted_at: float = 0.0
     num_computed: int = 0
     num_split: int = 0  # tokens already turned into pending regions
     pending: deque[m.Region] = field(default_factory=deque)
     first_tokens: tuple[m.TokenRow, ...] | None = None
     resent: bool = False
-    num_kv_bytes: int = 0
+    num_kv_bytes: int = 0  # of the whole transfer; what is sent again does not count twice
 
     @property
     def all_sent(self) -> bool:
@@ -151,12 +160,13 @@ class Handoffs:
                 handoff.state = "queued" if handoff.state == "opened" else handoff.state
             case m.Refuse():
                 del self._handoffs[key]
-                return [Finish(key, self._failed(handoff, message.reason, message.retriable))]
+                report = self._failed(handoff, message.reason, message.retriable, "admission")
+                return [Finish(key, report)]
             case m.Received():
                 del self._handoffs[key]
                 transfer_s = now - handoff.granted_at
                 report = m.HandedOver(*key, handoff.request.epoch, handoff.num_kv_bytes, transfer_s)
-                return [Finish(key, report)]
+                return [Finish(key, failure)]
             case m.Incomplete() if not handoff.resent and handoff.state == "committed":
                 handoff.resent = True
                 handoff.state = "granted"
@@ -182,7 +192,6 @@ class Handoffs:
                 num_bytes = region_bytes(self._layout, region)
                 room -= num_bytes
                 staged[handoff.peer] = staged.get(handoff.peer, 0) + num_bytes
-                handoff.num_kv_bytes += num_bytes
                 actions.append(SendFrame(handoff.peer, key, handoff.request.epoch, region))
             if handoff.all_sent and handoff.first_tokens is not None:
                 handoff.state = "committed"
@@ -215,6 +224,8 @@ class Handoffs:
             else:
                 seconds = handoff.request.stall_timeout_s
                 actions += self._give_up(handoff, f"no progress for {seconds:g} s")
+                if all(other.peer != handoff.peer for other in self._handoffs.values()):
+                    actions.append(Disconnect(handoff.peer))
         return actions
 
     def _granted(self, handoff: Handoff, grant: m.Grant, now: float) -> None:
@@ -222,6 +233,8 @@ class Handoffs:
             handoff.state = "granted"
             handoff.granted_at = now
             handoff.num_split = grant.first_missing_token
+            num_missing = len(handoff.request.token_ids) - grant.first_missing_token
+            handoff.num_kv_bytes = num_missing * self._layout.token_bytes
 
     def _cut(self, handoff: Handoff) -> None:
         """Turn what was computed since the last cut into regions to send."""

@@ -43,8 +43,8 @@ class PrefillScheduler:
         self._waiting[request.key] = request
 
     def never_fits(self, request: Request) -> bool:
-        """Whether the prompt needs more blocks than there are."""
-        return self._blocks_for(request) > self.blocks.counts.total
+        """Whether the prompt needs more blocks than there are, or is none."""
+        return not request.token_ids or self._blocks_for(request) > self.blocks.counts.total
 
     def admit(self) -> list[Sequence]:
         """Prompts that now hold every block they need, in order of arrival."""

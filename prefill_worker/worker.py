@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kv_transfer.base import KVSender
-from prefill_worker.handoff import Action, Finish, Handoffs, Send, SendFrame
+from kv_transfer.chunks import MAX_FRAME_BYTES
+from prefill_worker.handoff import Action, Disconnect, Finish, Handoffs, Send, SendFrame
 from prefill_worker.scheduler import PrefillScheduler
-from splitserve.engine.step import chunk_of
+from splitserve.engine.step import compute
 from splitserve.membership import Membership, TerminationRequested
 from splitserve.request import SampledToken
 from splitserve.scheduling.block_manager import BlockManager
@@ -19,6 +20,7 @@ from splitserve.scheduling.prompt_clock import PromptClock
 from splitserve.scheduling.sequence import Request, RequestKey, first_rows
 from splitserve.wire import messages as m
 from splitserve.wire.channel import (
+    COORDINATOR,
     Channel,
     ChannelFailed,
     ControlReceived,
@@ -26,8 +28,6 @@ from splitserve.wire.channel import (
     RoomAvailable,
     SendFailed,
 )
-
-MAX_FRAME_BYTES = 4 * 1024 * 1024
 
 if TYPE_CHECKING:  # the loop itself needs no torch
     from splitserve.engine.model_runner import ModelRunner
@@ -125,21 +125,19 @@ class PrefillWorker:
         now = self._clock()
         for chunk in plan:
             self._prompts.started(chunk.sequence.request.key, now)
-        try:
-            sampled = self._runner.step([chunk_of(planned) for planned in plan])
-        except Exception as error:
-            log.exception("a forward pass failed; its prompts fail, the worker goes on")
-            for chunk in plan:
-                self._fail(chunk.sequence.request, "prefill", f"{type(error).__name__}: {error}")
-            return
+        results = compute(self._runner, plan)
         self._num_steps += 1
         self.scheduler.computed(plan)
-        for planned, tokens in zip(plan, sampled, strict=True):
-            self._computed(planned, tokens)
+        for planned, result in zip(plan, results, strict=True):
+            if isinstance(result, str):
+                self._fail(planned.sequence.request, "prefill", result)
+            else:
+                self._computed(planned, result)
 
     def push(self) -> None:
         """Send what is computed, granted, and fits in the transport's room."""
-        self.act(self.handoffs.pump(self._sender.room_bytes))
+        while actions := self.handoffs.pump(self._sender.room_bytes):
+            self.act(actions)  # room may have come back meanwhile, and nobody would say so
 
     def act(self, actions: list[Action]) -> None:
         """Carry actions of the hand-off out."""
@@ -155,6 +153,8 @@ class PrefillWorker:
                 case Finish(key, report):
                     self._forget(key)
                     self._channel.send_control(report)
+                case Disconnect(peer):
+                    self._channel.disconnect(peer)
 
     def stats(self) -> m.WorkerStats:
         counts = self.blocks.counts
@@ -194,10 +194,14 @@ class PrefillWorker:
 
     def _submit(self, message: m.Prefill, now: float) -> None:
         request = Request.of(message, now)
-        if message.epoch != self._membership.epoch or self.scheduler.knows(request.key):
-            log.warning("dropped Prefill %s of epoch %s", request.key, message.epoch)
+        if self.scheduler.knows(request.key):
+            log.warning("dropped Prefill %s: it is already here", request.key)
+        elif message.epoch != self._membership.epoch:
+            reason = f"epoch is {self._membership.epoch} here, not {message.epoch}"
+            self._report_failure(request, "admission", reason, retriable=True)
         elif self._draining:
-            self._report_failure(request, "admission", "the worker is draining", retriable=True)
+            reason = f"prefill worker {self._membership.worker_id} is draining"
+            self._report_failure(request, "admission", reason, retriable=True)
         elif self.scheduler.never_fits(request):
             reason = (
                 f"{len(request.token_ids)} tokens never fit in {self.blocks.counts.total} blocks"
@@ -230,6 +234,8 @@ class PrefillWorker:
         self.act(self.handoffs.prompt_finished(request, unfinished, now))
 
     def _send_failed(self, peer: str, message: object) -> None:
+        if peer == COORDINATOR:
+            raise RuntimeError(f"could not tell the coordinator {type(message).__name__}")
         log.warning("could not send %s to %s", type(message).__name__, peer)
         if isinstance(message, m.Open | m.FrameHeader | m.Commit):
             key = RequestKey(message.request_id, message.attempt)

@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from splitserve.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+MAX_WORKERS = 1024  # of one pool
 ROLE_CONFIG_ENV = "SPLITSERVE_ROLE_CONFIG"
 READY_FD_ENV = "SPLITSERVE_READY_FD"
 
@@ -93,6 +95,7 @@ class Liveness:
     heartbeat_interval_s: float = 0.5
     heartbeat_timeout_s: float = 3.0
     stall_timeout_s: float = 10.0  # a granted transfer with no write for this long is dead
+    max_step_s: float = 60.0  # a worker whose loop turns no more for longer is wedged
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 A row is a flag (`--max-num-seqs`), an environment variable (SPLITSERVE_MAX_NUM_SEQS) and a key of
 the YAML file (`engine: {max_num_seqs: ...}`). An engine row also exists for each pool
-(`--prefill-max-num-seqs`, `prefill: {max_num_seqs: ...}`); a pool's own value wins over the shared
-one, wherever either was said.
+(`--prefill-max-num-seqs`, `prefill: {max_num_seqs: ...}`). Of two values said in the same place, a
+pool's own wins over the shared one; a flag wins over a variable, and that over the file.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
-from splitserve.config import CoordinatorConfig, EngineConfig, Liveness, Role, WorkerConfig
+from splitserve.config import (
+    MAX_WORKERS,
+    CoordinatorConfig,
+    EngineConfig,
+    Liveness,
+    Role,
+    WorkerConfig,
+)
 
 Kind = Literal["int", "float", "bytes", "str", "bool", "strs", "devices", "map"]
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ _SERVING = (
         ("prefill", "num_workers"),
         default_of(CoordinatorConfig, "num_prefill"),
         low=0,
-        high=4096,
+        high=MAX_WORKERS,
     ),
     Flag(
         "decode",
@@ -79,7 +85,7 @@ _SERVING = (
         ("decode", "num_workers"),
         default_of(CoordinatorConfig, "num_decode"),
         low=1,
-        high=4096,
+        high=MAX_WORKERS,
     ),
     _top("host", "str", "Where HTTP listens.", default_of(CoordinatorConfig, "host")),
     _top(
@@ -158,6 +164,14 @@ _CLUSTER = (
         default_of(Liveness, "stall_timeout_s"),
         low=0.1,
         high=3600,
+    ),
+    _top(
+        "max_step_s",
+        "float",
+        "A worker stuck in one step for longer is killed as wedged, in seconds.",
+        default_of(Liveness, "max_step_s"),
+        low=0.1,
+        high=86400,
     ),
     _top(
         "request_timeout_s",

@@ -6,8 +6,11 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only be reached from this machine."""
+    """Whether a host name or address can only be reached from this machine.
+
+    An IPv6 address may stand in brackets, as in a URL.
+    """
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"

@@ -48,7 +48,7 @@ class _Batch:
         self.outcomes: list[Future[Answer]] = [Future() for _ in prompts]
 
     async def run(self, client: AsyncClient) -> None:
-        """Fill every outcome, unless this is cancelled: then call `cancel_rest`."""
+        """Fill every outcome, unless this is cancelled: then call `end_rest`."""
         pending = iter(range(len(self._prompts)))
 
         async def work() -> None:
@@ -59,10 +59,15 @@ class _Batch:
             for _ in range(min(self._concurrency, len(self._prompts))):
                 group.create_task(work())
 
-    def cancel_rest(self) -> None:
-        """Cancel every outcome that is not filled; nothing fills them any more."""
+    def end_rest(self, error: BaseException | None = None) -> None:
+        """Nothing fills outcomes any more: the open ones get this error, or are cancelled."""
         for outcome in self.outcomes:
-            outcome.cancel()
+            if outcome.done():
+                continue
+            if error is None:
+                outcome.cancel()
+            else:
+                outcome.set_exception(error)
 
     async def _fill(self, client: AsyncClient, index: int) -> None:
         outcome = self.outcomes[index]
@@ -109,7 +114,7 @@ class AsyncJob:
     ) -> None:
         self._batch = _Batch(prompts, concurrency, options)
         self._task = asyncio.create_task(self._batch.run(client))
-        self._task.add_done_callback(lambda _task: self._batch.cancel_rest())
+        self._task.add_done_callback(self._ended)
 
     @property
     def status(self) -> Status:
@@ -131,6 +136,9 @@ class AsyncJob:
         """Stop: what is in flight is cancelled on the server too. Idempotent."""
         self._task.cancel()
         await asyncio.wait([self._task], timeout=_CANCEL_TIMEOUT_S)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._batch.end_rest(None if task.cancelled() else task.exception())
 
 
 class Job:
@@ -183,8 +191,10 @@ class Job:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass  # told by the status
+        except Exception as error:  # no prompt's own: the caller gets it, from results()
+            self._batch.end_rest(error)
         finally:
-            self._batch.cancel_rest()
+            self._batch.end_rest()
             self._loop.close()
 
     async def _main(self) -> None:

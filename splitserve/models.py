@@ -175,13 +175,21 @@ def fingerprint(directory: Path) -> Fingerprint:
     for key in _CONFIG_NOISE:
         config.pop(key, None)
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    tokenizer = xxhash.xxh3_128(_read(directory, "tokenizer.json"))
-    tokenizer.update(json.dumps(_chat_template(directory)).encode())
     return Fingerprint(
         weights=_hash_files(weight_files(directory)),
         config=xxhash.xxh3_128_hexdigest(canonical.encode()),
-        tokenizer=tokenizer.hexdigest(),
+        tokenizer=tokenizer_fingerprint(directory),
     )
+
+
+def tokenizer_fingerprint(directory: Path) -> str:
+    """The `tokenizer` of `fingerprint`, without reading weights.
+
+    Raises ModelNotFoundError when tokenizer.json is missing.
+    """
+    digest = xxhash.xxh3_128(_read(directory, "tokenizer.json"))
+    digest.update(json.dumps(_chat_template(directory)).encode())
+    return digest.hexdigest()
 
 
 def model_facts(directory: Path) -> ModelFacts:

@@ -77,3 +77,24 @@ class TokenLogprobs:
 class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of the n answers to a prompt."""
+
+    choice_id: int
+    seed: int  # 0 <= seed < 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Consecutive output tokens of one choice. `first_index` counts output tokens from 0."""
+
+    request_id: str
+    attempt: int
+    choice_id: int
+    first_index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when asked for
+    finish: FinishReason | None = None

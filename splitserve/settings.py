@@ -1,6 +1,7 @@
 """From flags, environment and file to one frozen `ServeSettings`, or a ConfigError that says why.
 
-Order: flag, environment variable, file, default.
+Order: flag, environment variable, file, default. A pool's own value beats the shared one where both
+come from the same source; from a higher source the shared one beats the pool's.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from splitserve.config import EngineConfig, Liveness, Role
+from splitserve.config import ROLES, EngineConfig, Liveness, Role
 from splitserve.errors import ConfigError
-from splitserve.flags import ENGINE_KEYS, ROLES, Flag, all_flags
+from splitserve.flags import ENGINE_KEYS, Flag, all_flags
 from splitserve.hosts import is_loopback
 from splitserve.settings_values import closest, convert, flatten, nest
 
@@ -108,13 +109,43 @@ def resolve(
     can't work together; it names the flag, key or variable and the limit.
     """
     values = {key: flag.default for key, flag in all_flags().items()}
-    values |= _from_file(file or {})
-    values |= _from_environment(os.environ if environ is None else environ)
-    values |= _from_flags(given)
+    _lay_over(values, _from_file(file or {}))
+    _lay_over(values, _from_environment(os.environ if environ is None else environ))
+    _lay_over(values, _from_flags(given))
     _check_served(values)
     settings = _build(values)
     _check_pools(settings)
     return settings
+
+
+def resolve_ray(
+    given: Mapping[str, Any],
+    *,
+    file: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> RaySettings:
+    """Where a cluster on Ray is, and nothing else: only the `ray` section of a file and the
+    variables of its keys are read, so that what starting needs is not asked for here.
+
+    Raises ConfigError as `resolve` does.
+    """
+    flags = {key: flag for key, flag in all_flags().items() if flag.path[0] == "ray"}
+    variables = os.environ if environ is None else environ
+    values = {key: flag.default for key, flag in flags.items()}
+    values |= _from_file({"ray": section} if (section := (file or {}).get("ray")) else {})
+    values |= _from_environment(
+        {flag.variable: variables.get(flag.variable, "") for flag in flags.values()}
+    )
+    values |= _from_flags(given)
+    return _ray(values)
+
+
+def _lay_over(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    """Put a higher source's values over `values`. A shared one also hides the pools' below it."""
+    for key in layer:
+        if key == "model" or key in ENGINE_KEYS:
+            values.update({f"{role}_{key}": None for role in ROLES})
+    values.update(layer)
 
 
 def _from_file(file: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +250,7 @@ def _build(values: Mapping[str, Any]) -> ServeSettings:
             heartbeat_interval_s=values["heartbeat_interval_s"],
             heartbeat_timeout_s=values["heartbeat_timeout_s"],
             stall_timeout_s=values["stall_timeout_s"],
+            max_step_s=values["max_step_s"],
         ),
         request_timeout_s=values["request_timeout_s"],
         max_queue=values["max_queue"],
@@ -227,13 +259,17 @@ def _build(values: Mapping[str, Any]) -> ServeSettings:
         log_level=values["log_level"],
         start_timeout_s=values["start_timeout_s"],
         stop_grace_s=values["stop_grace_s"],
-        ray=RaySettings(
-            values["ray_address"],
-            values["ray_namespace"],
-            values["ray_name"],
-            values["ray_placement_timeout_s"],
-        ),
+        ray=_ray(values),
         document=_document(values),
+    )
+
+
+def _ray(values: Mapping[str, Any]) -> RaySettings:
+    return RaySettings(
+        values["ray_address"],
+        values["ray_namespace"],
+        values["ray_name"],
+        values["ray_placement_timeout_s"],
     )
 
 

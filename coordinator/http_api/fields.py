@@ -64,9 +64,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": _OFF,
     "logits_processors": _OFF,
 }
+# Completions take these, and check them themselves.
 _CHAT_ONLY_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "echo": _OFF,
-    # In completions these two would be silently lost too; chat spells them top_logprobs.
     "best_of": (None, 1),
 }
 

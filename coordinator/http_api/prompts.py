@@ -113,7 +113,7 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, str]:
     """A message with role and text only. Raises InvalidRequestError for any other kind."""
     where = f"messages.{index}"
     role = message.get("role")
-    if role not in TEXT_ROLES:
+    if not isinstance(role, str) or role not in TEXT_ROLES:
         raise InvalidRequestError(
             f"{where}.role must be one of {', '.join(sorted(TEXT_ROLES))}", param="messages"
         )

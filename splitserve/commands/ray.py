@@ -17,7 +17,7 @@ from splitserve.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from splitserve.settings import ServeSettings
+    from splitserve.settings import RaySettings
 
 _ONE_WAIT_S = 3600.0  # one wait of an endless series
 
@@ -45,7 +45,7 @@ def up(
         base_url = ray_cluster.up(settings)
     print(f"ready: {settings.model} at {base_url}", flush=True)
     if settings.ray.address == "local":
-        _stay(ray_cluster, settings)
+        _stay(ray_cluster, settings.ray)
 
 
 def down(
@@ -55,15 +55,14 @@ def down(
     ray_namespace: str | None = typer.Option(None, help="Ray namespace."),
 ) -> None:
     """End a cluster that `up` started."""
-    from splitserve.settings import read_config_file, resolve
+    from splitserve.settings import read_config_file, resolve_ray
 
     given = {"ray_name": name, "ray_address": ray_address, "ray_namespace": ray_namespace}
-    file = read_config_file(config) if config else {}
-    settings = resolve(given, file={"model": "unused", **file})
+    settings = resolve_ray(given, file=read_config_file(config) if config else None)
     ray_cluster = _ray_cluster()
-    with Console(stderr=True).status(f"ending {settings.ray.name}"):
-        ray_cluster.down(settings.ray, settings.stop_grace_s)
-    print(f"{settings.ray.name} is down", flush=True)
+    with Console(stderr=True).status(f"ending {settings.name}"):
+        ray_cluster.down(settings)
+    print(f"{settings.name} is down", flush=True)
 
 
 def _ray_cluster() -> ModuleType:
@@ -74,7 +73,7 @@ def _ray_cluster() -> ModuleType:
     return ray_cluster
 
 
-def _stay(ray_cluster: ModuleType, settings: ServeSettings) -> None:
+def _stay(ray_cluster: ModuleType, settings: RaySettings) -> None:
     """Keep this process, and with it the Ray it started, until a signal."""
     from splitserve.process import on_signals
 
@@ -82,4 +81,4 @@ def _stay(ray_cluster: ModuleType, settings: ServeSettings) -> None:
     with on_signals(lambda _number: told.set()):
         while not told.wait(_ONE_WAIT_S):
             pass
-        ray_cluster.down(settings.ray, settings.stop_grace_s)
+        ray_cluster.down(settings)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from splitserve.engine.batch import SampleRow
 from splitserve.request import SampledToken, Sampling, TokenLogprobs
-from splitserve.scheduling.finish import stop_ids
+from splitserve.scheduling.finish import held_back_ids
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 MIN_TEMPERATURE = 1e-5  # below it, greedy: the likeliest token has probability 1 in f32 anyway
@@ -181,9 +181,9 @@ def _modify(logits: Tensor, row: SampleRow) -> None:
     if row.sampling.logit_bias:
         ids, biases = zip(*row.sampling.logit_bias, strict=True)
         at = torch.tensor(ids).to(logits.device)
-        logits[at] = (logits[at] + torch.tensor(biases).to(logits.device)).clamp_(min=_LOWEST)
+        logits[at] = (logits[at] + torch.tensor(biases).to(logits.device)).clamp_(_LOWEST, -_LOWEST)
     if _masks_stops(row):
-        logits[[i for i in stop_ids(row.sampling) if i < len(logits)]] = _LOWEST
+        logits[[i for i in held_back_ids(row.sampling) if i < len(logits)]] = _LOWEST
 
 
 def _penalize(logits: Tensor, row: SampleRow) -> None:
@@ -193,12 +193,13 @@ def _penalize(logits: Tensor, row: SampleRow) -> None:
     if sampling.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(history)).to(logits.device)
         values, penalty = logits[seen], sampling.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp_(_LOWEST)
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        logits[seen] = logits[seen].clamp_(_LOWEST, -_LOWEST)
     ids, counts = np.unique(history[row.num_prompt_tokens :], return_counts=True)
     penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
     at = torch.from_numpy(ids).to(logits.device)
     values = logits[at] - torch.from_numpy(penalties.astype(np.float32)).to(logits.device)
-    logits[at] = values.clamp_(min=_LOWEST)
+    logits[at] = values.clamp_(_LOWEST, -_LOWEST)
 
 
 # -- choosing ---------------------------------------------------------------------------------

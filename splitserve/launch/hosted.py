@@ -115,6 +115,10 @@ class HostedLauncher:
         except SplitserveError as error:
             return Outcome(failure=str(error))
 
+    def stop_grace_s(self) -> float:
+        """From SIGTERM to SIGKILL, as this cluster was told at its start."""
+        return self._settings.stop_grace_s
+
     def has_ended(self) -> bool:
         return self._launcher is not None and self._launcher.wait(0.0)
 

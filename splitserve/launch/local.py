@@ -24,7 +24,9 @@ from splitserve.process import available_cores
 if TYPE_CHECKING:
     from splitserve.settings import ServeSettings
 
-_KILL_WAIT_S = 10.0  # for a process that was sent SIGKILL to be reaped
+KILL_WAIT_S = 10.0  # for a process that was sent SIGKILL to be reaped
+# For a worker whose coordinator is gone: what it still computes, nobody hears.
+ORPHAN_GRACE_S = 2.0
 # What `python -m` runs for each role.
 MODULES: Mapping[str, str] = {
     COORDINATOR: "coordinator",
@@ -61,7 +63,7 @@ class CoordinatorProcess:
         """SIGTERM, SIGKILL after the grace; returns when it is reaped."""
         if self._child is not None:
             self._child.stop(grace_s)
-            self._child.wait(grace_s + _KILL_WAIT_S)
+            self._child.wait(grace_s + KILL_WAIT_S)
 
 
 def _read_ready_line(descriptor: int, inbox: Inbox) -> None:
@@ -97,7 +99,9 @@ class LocalSpawner(Spawner):
 
     def start(self, place: WorkerPlace, control_endpoint: str) -> None:
         spec = worker_spec(self._plan.worker(place, control_endpoint), self._modules[place.role])
-        self._workers[place.launch_id] = ChildProcess(spec, self._on_exit, self._echo)
+        self._workers[place.launch_id] = child = ChildProcess(spec, self._on_exit, self._echo)
+        if child.wait(0):  # its exit may have been told before it was entered here
+            self._workers.pop(place.launch_id, None)
 
     def stop(self, launch_id: str, grace_s: float) -> None:
         worker = self._workers.get(launch_id)
@@ -105,12 +109,13 @@ class LocalSpawner(Spawner):
             worker.stop(grace_s)
 
     def close(self, grace_s: float) -> None:
-        workers = list(self._workers.values())
-        for worker in workers:
-            worker.stop(grace_s)
-        for worker in workers:
-            worker.wait(grace_s + _KILL_WAIT_S)
         self._coordinator.close(grace_s)
+        workers = list(self._workers.values())
+        worker_grace_s = min(grace_s, ORPHAN_GRACE_S)
+        for worker in workers:
+            worker.stop(worker_grace_s)
+        for worker in workers:
+            worker.wait(worker_grace_s + KILL_WAIT_S)
 
     def kill_all(self) -> None:
         for worker in list(self._workers.values()):

@@ -35,16 +35,17 @@ from splitserve.launch.hosted import (
     bundle_of,
     describe_bundles,
 )
-from splitserve.launch.local import CoordinatorProcess
+from splitserve.launch.local import KILL_WAIT_S, ORPHAN_GRACE_S, CoordinatorProcess
 from splitserve.launch.plan import LaunchPlan, WorkerPlace
 from splitserve.launch.spawner import Inbox, Spawner
 
 if TYPE_CHECKING:
     from splitserve.settings import PoolSettings, RaySettings, ServeSettings
 
+log = logging.getLogger(__name__)
+
 _CALL_TIMEOUT_S = 60.0  # a short call to an actor that runs
 _WAIT_S = 60.0  # one wait of an endless series
-_KILL_WAIT_S = 10.0
 
 
 class WorkerActor(HostedWorker):
@@ -99,14 +100,15 @@ class RaySpawner(Spawner):
                 worker.actor.stop.remote(grace_s)
 
     def close(self, grace_s: float) -> None:
+        self._coordinator.close(grace_s)
         workers = dict(self._workers)
+        worker_grace_s = min(grace_s, ORPHAN_GRACE_S)
         for launch_id in workers:
-            self.stop(launch_id, grace_s)
-        deadline = time.monotonic() + grace_s + _KILL_WAIT_S
+            self.stop(launch_id, worker_grace_s)
+        deadline = time.monotonic() + worker_grace_s + KILL_WAIT_S
         for worker in workers.values():
             worker.thread.join(max(deadline - time.monotonic(), 0.0))
         self._kill_actors()
-        self._coordinator.close(grace_s)
         if self._group is not None:
             remove_placement_group(self._group)
 
@@ -227,7 +229,7 @@ def connect(settings: RaySettings) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(settings.address, namespace=settings.namespace, logging_level=logging.WARNING)
-    except (ConnectionError, ray.exceptions.RayError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise LaunchError(
             f"can't join Ray at {settings.address}: {error}. Start one with `ray start --head`, or "
             "give --ray-address local. A cluster with token authentication wants RAY_AUTH_TOKEN."
@@ -241,52 +243,96 @@ def up(settings: ServeSettings) -> str:
     of that name which is up already. After a failure nothing is left.
     """
     connect(settings.ray)
-    previous = _find(settings.ray)
-    if previous is not None:
-        if not ray.get(previous.has_ended.remote(), timeout=_CALL_TIMEOUT_S):
-            raise LaunchError(f"{settings.ray.name!r} is up already; `splitserve down` ends it")
-        _end(previous, settings.stop_grace_s)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    actor: Any = (
-        ray.remote(LauncherActor)
-        .options(
-            name=actor_name(settings.ray),
-            namespace=settings.ray.namespace,
-            lifetime="detached",
-            num_cpus=0,
-            max_concurrency=8,
-            scheduling_strategy=here,  # so that its loopback is the user's
-        )
-        .remote(settings)
-    )
+    _clear_the_name(settings.ray)
+    actor = _make_launcher(settings)
+    limit_s = settings.start_timeout_s + settings.stop_grace_s + 2 * _CALL_TIMEOUT_S
     try:
-        limit_s = settings.start_timeout_s + settings.stop_grace_s + 2 * _CALL_TIMEOUT_S
-        outcome: Outcome = ray.get(actor.bring_up.remote(), timeout=limit_s)
+        outcome: Outcome = _answer(actor.bring_up.remote(), limit_s)
+        if outcome.base_url is None:
+            raise LaunchError(outcome.failure or "the cluster did not start")
     except BaseException:
-        _end(actor, settings.stop_grace_s)
+        _end_after_failure(actor)
         raise
-    if outcome.base_url is None:
-        _end(actor, settings.stop_grace_s)
-        raise LaunchError(outcome.failure or "the cluster did not start")
     return outcome.base_url
 
 
-def down(settings: RaySettings, grace_s: float) -> None:
-    """End a cluster on Ray; returns when its processes are gone. LaunchError when there is none."""
+def _clear_the_name(settings: RaySettings) -> None:
+    """End what is left of a cluster of this name. Raises LaunchError when it is up."""
+    previous = _find(settings)
+    if previous is None:
+        return
+    try:
+        if not _answer(previous.has_ended.remote(), _CALL_TIMEOUT_S):
+            raise LaunchError(f"{settings.name!r} is up already; `splitserve down` ends it")
+    except _ActorGoneError:
+        return
+    _end(previous)
+
+
+def _make_launcher(settings: ServeSettings) -> Any:
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = {
+        "name": actor_name(settings.ray),
+        "namespace": settings.ray.namespace,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_concurrency": 8,
+        "scheduling_strategy": here,  # so that its loopback is the user's
+    }
+    try:
+        return ray.remote(LauncherActor).options(**options).remote(settings)
+    except ValueError as error:  # another `up` was quicker
+        raise LaunchError(f"{settings.ray.name!r} can't be made on Ray: {error}") from error
+
+
+def down(settings: RaySettings) -> None:
+    """End a cluster on Ray, with its own grace; returns when its processes are gone.
+
+    Raises LaunchError when there is none, or when it could not be stopped and was killed.
+    """
     connect(settings)
     actor = _find(settings)
     if actor is None:
         raise LaunchError(f"no cluster named {settings.name!r} in namespace {settings.namespace!r}")
-    _end(actor, grace_s)
+    _end(actor)
 
 
-def _end(actor: Any, grace_s: float) -> None:
+def _end(actor: Any) -> None:
+    """Stop a launcher, then end its actor. One that is gone took what it owned with it."""
     try:
-        ray.get(actor.stop.remote(), timeout=3 * grace_s + _CALL_TIMEOUT_S)
-    except ray.exceptions.RayActorError:
-        return  # it is gone, and what it owned with it
+        grace_s: float = _answer(actor.stop_grace_s.remote(), _CALL_TIMEOUT_S)
+        _answer(actor.stop.remote(), 3 * grace_s + _CALL_TIMEOUT_S)
+    except _ActorGoneError:
+        return
     finally:
         ray.kill(actor)
+
+
+def _end_after_failure(actor: Any) -> None:
+    """As `_end`; a second failure is logged, for the first is what the user must hear."""
+    try:
+        _end(actor)
+    except LaunchError as error:
+        log.warning("while cleaning up: %s", error)
+
+
+class _ActorGoneError(LaunchError):
+    """The actor that was called is dead."""
+
+
+def _answer(running: Any, timeout_s: float) -> Any:
+    """What a call to the launcher's actor returns. Raises LaunchError, never an error of Ray's."""
+    try:
+        return ray.get(running, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise LaunchError(f"the launcher on Ray did not answer within {timeout_s:g} s") from error
+    except ray.exceptions.RayActorError as error:
+        reason = str(error).partition("\n")[0]
+        raise _ActorGoneError(f"the launcher on Ray is dead: {reason}") from error
+    except ray.exceptions.RayTaskError as error:
+        raise LaunchError(f"the launcher on Ray failed: {error.cause!r}") from error
+    except ray.exceptions.RayError as error:
+        raise LaunchError(f"calling the launcher on Ray failed: {error}") from error
 
 
 def _find(settings: RaySettings) -> Any | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import socket
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from splitserve.launch.child import Exited
 from splitserve.launch.plan import WorkerPlace
+from splitserve.wire.waker import Waker
 
 COORDINATOR = "coordinator"  # the coordinator's launch_id
 
@@ -34,28 +33,22 @@ class Inbox:
 
     def __init__(self) -> None:
         self._events: collections.deque[Event] = collections.deque()
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._waker = Waker()
 
     def post(self, event: Event) -> None:
         """Callable from any thread and from a signal handler."""
         self._events.append(event)
-        with contextlib.suppress(OSError):  # full: it is readable already; closed: nobody reads
-            self._writer.send(b"x")
+        self._waker.wake()
 
     def fileno(self) -> int:
-        return self._reader.fileno()
+        return self._waker.fd
 
     def take(self) -> list[Event]:
-        with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
+        self._waker.clear()
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        self._waker.close()
 
 
 class Spawner(ABC):
@@ -78,7 +71,11 @@ class Spawner(ABC):
 
     @abstractmethod
     def close(self, grace_s: float) -> None:
-        """Stop the workers, then the coordinator; return when all are reaped."""
+        """Stop the coordinator, then the workers; return when all are reaped.
+
+        In this order requests end with the coordinator's own clear errors, and none is given to a
+        worker that leaves.
+        """
 
     @abstractmethod
     def kill_all(self) -> None:

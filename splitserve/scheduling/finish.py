@@ -14,6 +14,11 @@ def stop_ids(sampling: Sampling) -> frozenset[int]:
     return frozenset((*sampling.stop_token_ids, *eos))
 
 
+def held_back_ids(sampling: Sampling) -> frozenset[int]:
+    """Ids that can't be drawn before min_tokens: stop ids and EOS, ignored or not, as in vLLM."""
+    return frozenset((*sampling.stop_token_ids, *sampling.eos_token_ids))
+
+
 def finish_reason(sampling: Sampling, token_id: int, num_output_tokens: int) -> FinishReason | None:
     """Why the answer ends with `token_id` as its `num_output_tokens`-th token (from 1), or None.
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from splitserve.request import SampledToken, Sampling
+from splitserve.request import Choice, SampledToken, Sampling, TokenRow
 from splitserve.scheduling.finish import finish_reason
-from splitserve.wire.messages import Choice, Open, Prefill, TokenRow
 
 
 class RequestKey(NamedTuple):
@@ -16,6 +15,29 @@ class RequestKey(NamedTuple):
 
     request_id: str
     attempt: int
+
+
+class Asked(Protocol):
+    """A message that asks for an answer: Prefill, or Open on the data channel."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def epoch(self) -> str: ...
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def choices(self) -> tuple[Choice, ...]: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def deadline_s(self) -> float: ...
+    @property
+    def stall_timeout_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +58,7 @@ class Request:
     stall_timeout_s: float
 
     @classmethod
-    def of(cls, message: Prefill | Open, now: float) -> Request:
+    def of(cls, message: Asked, now: float) -> Request:
         return cls(
             RequestKey(message.request_id, message.attempt),
             message.epoch,

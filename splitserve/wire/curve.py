@@ -8,7 +8,6 @@ key, so the context's servers name a ZAP domain and enforce it.
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Any
 
 import zmq
@@ -19,6 +18,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from splitserve.config import CurveKeys
 from splitserve.errors import ConfigError
+from splitserve.hosts import is_loopback
 
 _DOMAIN = "splitserve"
 
@@ -75,16 +75,6 @@ class _OneKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._admitted
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`: localhost or a loopback address, v4 or v6."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def check_bind(host: str, keys: CurveKeys | None) -> None:

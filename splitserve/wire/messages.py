@@ -11,32 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from splitserve.config import Fingerprint, KVLayout, Role
-from splitserve.request import FinishReason, Sampling, TokenLogprobs
+from splitserve.request import Choice as Choice
+from splitserve.request import Sampling as Sampling
+from splitserve.request import TokenRow as TokenRow
 
 Stage = Literal["admission", "prefill", "transfer", "decode", "deadline", "internal"]
 
 # -- parts -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of the n answers to a prompt."""
-
-    choice_id: int
-    seed: int  # 0 <= seed < 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRow:
-    """Consecutive output tokens of one choice. `first_index` counts output tokens from 0."""
-
-    request_id: str
-    attempt: int
-    choice_id: int
-    first_index: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when asked for
-    finish: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +248,7 @@ class Open:
     epoch: str
     to_worker_id: str
     from_worker_id: str
-    reply_to: str  # the coordinator that gets the tokens
+    reply_to: str  # the coordinator that gets the tokens; its epoch, as long as there is one
     layout: KVLayout
     token_ids: tuple[int, ...]
     num_prompt_tokens: int

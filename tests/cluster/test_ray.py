@@ -102,10 +102,10 @@ def test_two_prefill_one_decode_then_one_more_then_down(ray_cluster: ModuleType)
         )
         pids = pids_of(client)
         assert len(pids) == 5
-    ray_cluster.down(settings.ray, 5.0)
+    ray_cluster.down(settings.ray)
     assert_nothing_left(pids)
     with pytest.raises(LaunchError, match="no cluster named 'grows'"):
-        ray_cluster.down(settings.ray, 5.0)
+        ray_cluster.down(settings.ray)
 
 
 def test_worker_killed_inside_its_actor_takes_the_actor_with_it(ray_cluster: ModuleType) -> None:

@@ -42,9 +42,11 @@ class Ring:
         self._run(name, worker, channel, membership)
         return runner
 
-    def start_prefill(self, name: str = "prefill", **limits: int) -> FakeRunner:
+    def start_prefill(
+        self, name: str = "prefill", staging_bytes: int = 1 << 26, **limits: int
+    ) -> FakeRunner:
         runner = FakeRunner(**{"num_blocks": 64, **limits})
-        channel = Channel(None)
+        channel = Channel(None, staging_budget_bytes=staging_bytes)
         membership = self._join(name, "prefill", channel, runner)
         sender = TcpSender(channel, runner.kv_cache)
         worker = PrefillWorker(runner, channel, sender, membership)  # type: ignore[arg-type]
@@ -184,6 +186,21 @@ def test_prompts_that_arrive_during_a_step_are_not_forgotten(ring: Ring) -> None
     for number in range(200):
         ring.ask(f"r{number}", prompt_of(number, 9), max_tokens=1)
     ring.wait_for(lambda: len(ring.coordinator.of(m.HandedOver)) == 200, "all handed over")
+
+
+def test_transfers_larger_than_the_staging_budget_go_on(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames wait for room; when it comes while others are being sent, nobody says so."""
+    monkeypatch.setattr("prefill_worker.worker.MAX_FRAME_BYTES", 200)
+    ring.start_decode(num_blocks=30)
+    ring.start_prefill(staging_bytes=500)
+    prompts = {f"r{n}": prompt_of(n, 90) for n in range(6)}
+    for request_id, prompt in prompts.items():
+        ring.ask(request_id, prompt, max_tokens=3, clocks=(60.0, 5.0))
+    for request_id, prompt in prompts.items():
+        ring.wait_for_tokens(request_id, 3)
+        assert ring.tokens(request_id) == answer(prompt, 1, 3)
 
 
 @pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])

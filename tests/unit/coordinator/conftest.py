@@ -30,3 +30,11 @@ def coordinator(shared: RunningCoordinator) -> Iterator[RunningCoordinator]:
     yield shared
     script.hold.clear()
     shared.check_at_rest()
+
+
+@pytest.fixture
+def empty(model: Path) -> Iterator[RunningCoordinator]:
+    """A coordinator that no worker has joined yet."""
+    coordinator = RunningCoordinator(model)
+    yield coordinator
+    coordinator.close()

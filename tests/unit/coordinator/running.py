@@ -79,9 +79,14 @@ class RunningCoordinator:
         waiting = coordinator["num_requests_waiting"] + coordinator["num_requests_in_flight"]
         return int(held + waiting + self.server.service.num_open_calls)
 
+    def stop(self) -> None:
+        """As SIGTERM does."""
+        self._loop.call_soon_threadsafe(self.server.stop)
+
     def close(self) -> None:
         self.http.close()
-        self._loop.call_soon_threadsafe(self.server.stop)
+        if not self._loop.is_closed():
+            self.stop()
         self._thread.join(10.0)
         assert not self._thread.is_alive(), "the coordinator did not stop"
         for worker in self.workers:

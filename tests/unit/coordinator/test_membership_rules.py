@@ -90,7 +90,7 @@ def test_a_hello_without_what_it_needs() -> None:
     ],
 )
 def test_a_smaller_worker_is_refused_naming_both_numbers(
-    role: Role, change: dict[str, int], numbers: tuple[str, str]
+    role: Role, change: dict[str, Any], numbers: tuple[str, str]
 ) -> None:
     reason = registry().refusal(hello(role, "small", **change))
     assert reason is not None and all(number in reason for number in numbers)

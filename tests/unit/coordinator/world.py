@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from coordinator.events import Action, Deliver, Event, MessageReceived, NewRequest, Send, TimePassed
@@ -24,7 +25,7 @@ def settings(**changes: Any) -> Settings:
     return dataclasses.replace(Settings(EPOCH, 512, FINGERPRINT.tokenizer), **changes)
 
 
-def hello(role: Role, worker_id: str, launch_id: str = "", **changes: int) -> m.Hello:
+def hello(role: Role, worker_id: str, launch_id: str = "", **changes: Any) -> m.Hello:
     endpoints = (f"tcp://{worker_id}:1",) if role == "decode" else ()
     return m.Hello(
         worker_id, role, launch_id or worker_id, 7, "host", endpoints, facts(FINGERPRINT, **changes)
@@ -50,7 +51,7 @@ class World:
 
     def __init__(self, num_prefill: int = 1, num_decode: int = 1, **options: Any) -> None:
         """All workers have joined; `workers` changes their facts."""
-        changes: dict[str, int] = options.pop("workers", {})
+        changes: dict[str, Any] = options.pop("workers", {})
         self.state = State(settings(num_prefill=num_prefill, num_decode=num_decode, **options))
         self.now = 100.0
         for i in range(num_decode):
@@ -58,7 +59,7 @@ class World:
         for i in range(num_prefill):
             self.join("prefill", f"p{i}", **changes)
 
-    def join(self, role: Role, worker_id: str, launch_id: str = "", **changes: int) -> list[Action]:
+    def join(self, role: Role, worker_id: str, launch_id: str = "", **changes: Any) -> list[Action]:
         return self.hear(worker_id, hello(role, worker_id, launch_id, **changes))
 
     def hear(self, sender: str, message: m.ToCoordinator) -> list[Action]:
@@ -123,11 +124,11 @@ def row(
     return m.TokenRow(request_id, attempt, choice_id, first_index, tokens, None, finish)
 
 
-def of(actions: list[Action], kind: type[A]) -> list[A]:
+def of(actions: Sequence[Action], kind: type[A]) -> list[A]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def sent(actions: list[Action], kind: type[A]) -> list[tuple[str, A]]:
+def sent(actions: Sequence[Action], kind: type[A]) -> list[tuple[str, A]]:
     """(receiver, message) of every message of one kind."""
     return [
         (action.identity.decode(), action.message)
@@ -136,7 +137,7 @@ def sent(actions: list[Action], kind: type[A]) -> list[tuple[str, A]]:
     ]
 
 
-def delivered(actions: list[Action], choice_id: int = 0) -> list[int]:
+def delivered(actions: Sequence[Action], choice_id: int = 0) -> list[int]:
     """Token ids that went to the client."""
     return [
         token.token_id

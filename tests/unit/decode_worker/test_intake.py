@@ -1,7 +1,7 @@
 import pytest
 
 from decode_worker import intake as i
-from decode_worker.intake import Intake
+from decode_worker.intake import Intake, IntakeLimits
 from kv_transfer.base import FrameWritten, TransferKey
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.sequence import RequestKey
@@ -10,7 +10,7 @@ from tests.unit.requests import LAYOUT, make_request
 
 
 def intake(num_blocks: int = 8, max_num_seqs: int = 8) -> Intake:
-    return Intake(LAYOUT, BlockManager(num_blocks), max_num_seqs)
+    return Intake(LAYOUT, BlockManager(num_blocks), IntakeLimits(max_num_seqs, 100))
 
 
 def admit(state: Intake, now: float = 0.0) -> list[i.Action]:
@@ -68,6 +68,25 @@ def test_a_commit_that_does_not_fit_its_open_fails(choice_ids: tuple[int, ...]) 
     admit(state)
     state.written(arrived("a", 0, 3), 1.0)
     assert kinds(state.commit(commit("a", *choice_ids), 2.0)) == ["Drop", "AbortAck", "Failed"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        m.TokenRow("b", 0, 0, 0, (5,)),
+        m.TokenRow("a", 1, 0, 0, (5,)),
+        m.TokenRow("a", 0, 0, 1, (5,)),
+        m.TokenRow("a", 0, 0, 0, (5, 6)),
+        m.TokenRow("a", 0, 0, 0, (100,)),
+    ],
+)
+def test_an_impossible_first_token_never_reaches_a_batch(row: m.TokenRow) -> None:
+    state = intake()
+    state.add(make_request("a", 3), "peer")
+    admit(state)
+    state.written(arrived("a", 0, 3), 1.0)
+    message = m.Commit("a", 0, "epoch", (row,), 0)
+    assert kinds(state.commit(message, 2.0)) == ["Drop", "AbortAck", "Failed"]
 
 
 def test_a_commit_without_a_grant_is_not_served() -> None:

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and what transformers says they answer, made once a session."""
+"""Tiny checkpoints and what transformers says they answer, made once a test run."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_logit_bias_forbids_and_forces() -> None:
 
 @pytest.mark.parametrize(
     ("num_output", "ignore_eos", "expected"),
-    [(0, False, 9), (1, False, 9), (2, False, EOS), (0, True, EOS)],
+    [(0, False, 9), (1, False, 9), (2, False, EOS), (0, True, 9), (2, True, EOS)],
 )
 def test_min_tokens_masks_the_ids_that_would_stop(
     num_output: int, ignore_eos: bool, expected: int
@@ -134,3 +134,14 @@ def test_an_impossible_token_has_a_finite_logprob() -> None:
     [token] = sample(logits, [row(logprobs=2)])
     assert token.logprobs is not None
     assert token.logprobs.top == ((4, 0.0), (0, MIN_LOGPROB))
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e38, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_absurd_penalty_still_draws_a_token(penalty: float, temperature: float) -> None:
+    """A quotient beyond float32 must not poison the row, nor the batch it is in."""
+    logits = random_logits(2, VOCAB)
+    rows = [row([1, 2, 3], repetition_penalty=penalty, temperature=temperature), row([1, 2])]
+    tokens = sample(logits, rows)
+    assert all(0 <= token.token_id < VOCAB for token in tokens)
+    assert tokens[1] == sample(logits[1:], rows[1:])[0]

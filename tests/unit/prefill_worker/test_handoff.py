@@ -1,7 +1,7 @@
 import pytest
 
 from kv_transfer.chunks import region_bytes
-from prefill_worker.handoff import Action, Finish, Handoffs, Send, SendFrame
+from prefill_worker.handoff import Action, Disconnect, Finish, Handoffs, Send, SendFrame
 from splitserve.wire import messages as m
 from tests.unit.requests import LAYOUT, make_request
 
@@ -114,10 +114,11 @@ def test_the_stall_timer_runs_while_unanswered_and_not_while_queued() -> None:
     handoffs.prompt_finished(make_request("r", 10), [row()], 101.0)
     assert handoffs.due() == 111.0
     assert handoffs.expire(110.9) == []
-    abort, finish = handoffs.expire(111.0)
+    abort, finish, disconnect = handoffs.expire(111.0)
     assert isinstance(abort, Send) and isinstance(abort.message, m.Abort)
     assert isinstance(finish, Finish) and isinstance(finish.report, m.Failed)
     assert finish.report.retriable
+    assert disconnect == Disconnect(TO[1])
 
 
 def test_the_deadline_ends_even_a_queued_hand_off() -> None:

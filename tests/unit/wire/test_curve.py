@@ -7,12 +7,12 @@ import zmq
 import zmq.asyncio
 
 from splitserve.errors import ConfigError
+from splitserve.hosts import is_loopback
 from splitserve.wire.curve import (
     apply_client,
     apply_server,
     authenticate_asyncio,
     check_bind,
-    is_loopback,
     make_keys,
 )
 from tests.unit.wire.channels import raw_socket
