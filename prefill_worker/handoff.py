@@ -160,13 +160,13 @@ class Handoffs:
                 handoff.state = "queued" if handoff.state == "opened" else handoff.state
             case m.Refuse():
                 del self._handoffs[key]
-                report = self._failed(handoff, message.reason, message.retriable, "admission")
-                return [Finish(key, report)]
+                failure = self._failed(handoff, message.reason, message.retriable, "admission")
+                return [Finish(key, failure)]
             case m.Received():
                 del self._handoffs[key]
                 transfer_s = now - handoff.granted_at
                 report = m.HandedOver(*key, handoff.request.epoch, handoff.num_kv_bytes, transfer_s)
-                return [Finish(key, failure)]
+                return [Finish(key, report)]
             case m.Incomplete() if not handoff.resent and handoff.state == "committed":
                 handoff.resent = True
                 handoff.state = "granted"

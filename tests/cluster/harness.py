@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Ring:
     def total(self, role: str, field: str) -> int:
         return sum(int(worker[field]) for worker in self.workers(role))
 
-    def at_once(self, calls: list[Callable[[], Body]], concurrency: int = 16) -> list[Body]:
+    def at_once(self, calls: Sequence[Callable[[], Body]], concurrency: int = 16) -> list[Body]:
         """Bodies of calls made `concurrency` at a time, in order."""
         with ThreadPoolExecutor(concurrency) as pool:
             return [future.result() for future in [pool.submit(call) for call in calls]]
