@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -41,6 +42,7 @@ def _config() -> CoordinatorConfig:
 
 async def _serve(config: CoordinatorConfig, ready_fd: str | None) -> None:
     server = Server(config, None if ready_fd is None else int(ready_fd))
+    gc.freeze()  # what is here stays: a collection need not look at it again and again
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
     await server.run()

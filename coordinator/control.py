@@ -18,6 +18,7 @@ from splitserve.wire.curve import apply_server, authenticate_asyncio, check_bind
 from splitserve.wire.messages import ToCoordinator
 
 HIGH_WATER_MARK = 10_000
+LINGER_MS = 200  # for the Releases of what a shutdown failed
 MAX_BATCH = 64  # messages taken in one go, before actions are carried out
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Control:
 
 def _router(context: zmq.asyncio.Context, keys: CurveKeys | None) -> zmq.asyncio.Socket:
     socket = context.socket(zmq.ROUTER)
-    socket.linger = 0
+    socket.linger = LINGER_MS
     socket.router_mandatory = True
     socket.router_handover = True  # a peer that reconnects may come before its old end is noticed
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK

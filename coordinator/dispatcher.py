@@ -72,7 +72,7 @@ class Dispatcher:
             request.request_id,
             tracked.attempt,
             self._epoch,
-            request.token_ids,
+            (*request.token_ids, *tracked.delivered),
             len(request.token_ids),
             request.choices,
             request.sampling,

@@ -13,7 +13,7 @@ from splitserve.config import CoordinatorConfig
 from splitserve.errors import ConfigError
 from splitserve.hosts import is_loopback
 
-SHUTDOWN_TIMEOUT_S = 5  # for answers that are being written when we stop
+SHUTDOWN_TIMEOUT_S = 1  # for answers that are being written when we stop
 BACKLOG = 2048
 
 

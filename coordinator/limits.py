@@ -28,14 +28,8 @@ class Limits:
 
         What was asked for must fit; a default is cut to what fits. Raises InvalidRequestError.
         """
+        self.check_prompt(num_prompt_tokens)
         room = self.max_total_tokens - num_prompt_tokens
-        if num_prompt_tokens > self.max_prompt_tokens or room < 1:
-            most = min(self.max_prompt_tokens, self.max_total_tokens - 1)
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens, the limit is {most}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
         if asked is not None and asked > room:
             raise InvalidRequestError(
                 f"the prompt's {num_prompt_tokens} tokens and max_tokens {asked} are "
@@ -44,6 +38,16 @@ class Limits:
                 code="context_length_exceeded",
             )
         return min(default, room) if asked is None else asked
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Raises InvalidRequestError when a prompt leaves no room for an answer."""
+        most = min(self.max_prompt_tokens, self.max_total_tokens - 1)
+        if num_tokens > most:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens, the limit is {most}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def check_choices(self, num_prompt_tokens: int, num_choices: int) -> None:
         """Raises InvalidRequestError when one prompt's choices can't run side by side."""

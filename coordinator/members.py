@@ -39,7 +39,7 @@ class Members:
     def hello(self, identity: bytes, hello: m.Hello, now: float) -> list[Action]:
         """A process introduces itself."""
         if hello.role == "launcher":
-            return self._launcher_came(identity)
+            return self._launcher_came(identity, hello)
         if refusal := self.registry.refusal(hello):
             log.warning("refused a worker: %s", refusal)
             return [Send(identity, m.Reject(refusal))]
@@ -51,7 +51,10 @@ class Members:
             self._start_draining(worker, now)
         return [*actions, *self._check_complete()]
 
-    def _launcher_came(self, identity: bytes) -> list[Action]:
+    def _launcher_came(self, identity: bytes, hello: m.Hello) -> list[Action]:
+        if self._launcher not in (None, identity):
+            log.warning("refused a second launcher, %s", hello.worker_id)
+            return [Send(identity, m.Reject("this cluster has a launcher already"))]
         self._launcher = identity
         self._told_ready = False
         self.pools.forget_unborn(self.registry.alive())
@@ -61,6 +64,11 @@ class Members:
             *self._check_complete(),
         ]
 
+    def launcher_vanished(self, identity: bytes) -> None:
+        """Nobody is connected under that identity: if it was the launcher's, another may come."""
+        if identity == self._launcher:
+            self._launcher = None
+
     def http_opened(self, base_url: str) -> list[Action]:
         self._base_url = base_url
         return self._check_complete()
@@ -69,7 +77,9 @@ class Members:
         if not self.started and self.pools.complete(self.registry.alive()):
             self.started = True
             self.registry.fix_limits()
-            log.info("ready: %s", self.registry.limits)
+            if limits := self.registry.limits:
+                most = limits.max_prompt_tokens, limits.max_total_tokens
+                log.info("ready: a prompt may have %d tokens, with its answer %d", *most)
         if not self.started or self._told_ready or not self._launcher or not self._base_url:
             return []
         self._told_ready = True
@@ -93,8 +103,14 @@ class Members:
         launch = self.pools.launches.get(worker.launch_id)
         return [] if launch is None else self._stop(launch, grace_s=0.0)
 
-    def exited(self, exited: m.ProcessExited) -> tuple[Worker, str] | None:
-        """A process is gone; the worker that died with it, and why, if it was alive to us."""
+    def exited(self, identity: bytes, exited: m.ProcessExited) -> tuple[Worker, str] | None:
+        """A process is gone; the worker that died with it, and why, if it was alive to us.
+
+        Only the launcher is believed.
+        """
+        if identity != self._launcher:
+            log.warning("dropped ProcessExited of %s: not from the launcher", exited.launch_id)
+            return None
         launch = self.pools.launches.pop(exited.launch_id, None)
         worker = next((w for w in self.registry.alive() if w.launch_id == exited.launch_id), None)
         if worker is None:

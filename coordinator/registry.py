@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +11,8 @@ from splitserve.config import Liveness, Role
 from splitserve.wire.messages import Heartbeat, Hello, WorkerFacts, WorkerStats
 
 MAX_DEAD_SHOWN = 8
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +126,19 @@ class Registry:
         worker.loop_age_s = heartbeat.loop_age_s
         worker.stats = heartbeat.stats
         return True
+
+    def refused(self, worker: Worker, decoder_id: str | None, reason: str) -> None:
+        """A worker reports that a request was not admitted, by itself or by its decode worker.
+
+        One that somebody else told to stop is known by that: it gets no more work.
+        """
+        if "draining" not in reason:
+            return
+        if decoder_id is not None and decoder_id in reason:
+            worker = self.workers.get(decoder_id, worker)
+        if worker.state == "ready":
+            log.warning("%s takes no more work: %s", worker.worker_id, reason)
+            worker.state = "draining"
 
     def by_identity(self, identity: bytes) -> Worker | None:
         return next((w for w in self.alive() if w.identity == identity), None)

@@ -160,13 +160,43 @@ class Requests:
         tracked = self._find(worker, message)
         if tracked is None:
             return []
-        tracked.phases.pop(worker.worker_id, None)
+        phase = tracked.phases.pop(worker.worker_id, None)
         if tracked.complete:
             return self._finish(tracked, now)
+        if phase == "transferring" and "decoding" in tracked.phases.values():
+            return []  # the decode worker has all it needs
+        if message.stage == "admission" and message.retriable:
+            self._registry.refused(worker, tracked.timeline.decode_worker_id, message.reason)
+            if tracked.can_restart:
+                return self._restart(tracked)
         status = _STATUS_OF_STAGE.get(message.stage, 500)
         reason = f"{worker.worker_id} failed in stage {message.stage}: {message.reason}"
         error = RequestFailedError(reason, stage=message.stage, status=status)
         return self.fail(message.request_id, error)
+
+    def not_sent(self, prefill: m.Prefill) -> list[Action]:
+        """The order that starts a request reached nobody: its worker has gone."""
+        tracked = self._tracked.get(prefill.request_id)
+        if tracked is None or tracked.attempt != prefill.attempt or not tracked.can_restart:
+            return []
+        tracked.phases.pop(tracked.timeline.prefill_worker_id or "", None)
+        return self._restart(tracked)
+
+    def left_behind(self, worker: Worker) -> list[Action]:
+        """A worker exited as it should: what it had not begun never reached it."""
+        actions: list[Action] = []
+        for tracked in [t for t in self._tracked.values() if t.can_restart]:
+            if tracked.phases.get(worker.worker_id) in ("prefilling", "awaiting"):
+                del tracked.phases[worker.worker_id]
+                actions += self._restart(tracked)
+        return actions
+
+    def _restart(self, tracked: Tracked) -> list[Action]:
+        """Back into the line; its age puts it before all that came later."""
+        releases = self._releases(tracked)
+        tracked.restart()
+        self.line.add(tracked)
+        return releases
 
     def worker_died(self, worker: Worker, reason: str, now: float) -> list[Action]:
         """Everything the worker held is lost."""
@@ -230,6 +260,8 @@ class Requests:
             return []
         if not tokens and finish is None:
             return []
+        if len(tracked.choices) == 1:
+            tracked.delivered += [token.token_id for token in tokens]
         tracked.timeline.tokens_delivered(order.num_delivered - 1, now)
         return [Deliver(tracked.request.request_id, row.choice_id, tokens, finish)]
 
@@ -253,9 +285,12 @@ class Requests:
         request_id = tracked.request.request_id
         del self._tracked[request_id]
         self.line.remove(request_id)
+        return self._releases(tracked)
+
+    def _releases(self, tracked: Tracked) -> list[Action]:
         alive = {w.worker_id: w for w in self._registry.alive()}
         return [
-            self._release_order(alive[worker_id], request_id, tracked.attempt)
+            self._release_order(alive[worker_id], tracked.request.request_id, tracked.attempt)
             for worker_id in tracked.phases
             if worker_id in alive
         ]

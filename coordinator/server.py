@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """Owns the sockets and the loop. Sockets are bound when this returns from `open`."""
+    """Owns the sockets and the loop. Sockets are bound, and closed, by `run`."""
 
     def __init__(self, config: CoordinatorConfig, ready_fd: int | None = None) -> None:
         self._config = config

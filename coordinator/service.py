@@ -186,11 +186,6 @@ class Service:
         return cluster_view(self._state, self.config, os.getpid(), time.monotonic())
 
     @property
-    def num_open_calls(self) -> int:
-        """Prompts that a client waits for."""
-        return len(self._tickets)
-
-    @property
     def ready(self) -> bool:
         return self._state.ready
 

@@ -149,7 +149,7 @@ class State:
             case m.Heartbeat():
                 return self.members.heartbeat(identity, message, now)
             case m.ProcessExited():
-                return self._exited(message, now)
+                return self._exited(identity, message, now)
         worker = self.registry.by_identity(identity)
         if worker is None or message.epoch != self.settings.epoch:
             name = type(message).__name__
@@ -165,15 +165,16 @@ class State:
             case m.Failed():
                 return self.requests.failed(worker, message, now)
 
-    def _exited(self, message: m.ProcessExited, now: float) -> list[Action]:
-        gone = self.members.exited(message)
+    def _exited(self, identity: bytes, message: m.ProcessExited, now: float) -> list[Action]:
+        gone = self.members.exited(identity, message)
         if gone is None:
             return []
         worker, reason = gone
+        again = self.requests.left_behind(worker) if message.exit_code == 0 else []
         if worker.told_to_stop and message.exit_code == 0:
             self.registry.remove(worker)
-            return self.requests.worker_died(worker, "it was scaled away", now)
-        return self._died(worker, reason, now)
+            return [*again, *self.requests.worker_died(worker, "it was scaled away", now)]
+        return [*again, *self._died(worker, reason, now)]
 
     def _died(self, worker: Worker, reason: str, now: float) -> list[Action]:
         return [
@@ -183,9 +184,13 @@ class State:
 
     def _send_failed(self, failed: e.SendFailed, now: float) -> list[Action]:
         """A worker that can't be reached can't be given work, nor report on what it has."""
+        if failed.vanished:
+            self.members.launcher_vanished(failed.identity)
         worker = self.registry.by_identity(failed.identity)
         if worker is not None and failed.vanished:
-            return self._died(worker, "its control connection is gone", now)
+            prefill = failed.message if isinstance(failed.message, m.Prefill) else None
+            again = [] if prefill is None else self.requests.not_sent(prefill)
+            return [*again, *self._died(worker, "its control connection is gone", now)]
         if isinstance(failed.message, m.Prefill):
             error = RequestFailedError(
                 "a worker's message queue is full", stage="admission", status=503

@@ -83,9 +83,6 @@ class TicketBox:
         self._post = post
         self._tickets: dict[str, Ticket] = {}
 
-    def __len__(self) -> int:
-        return len(self._tickets)
-
     def open(self, prompts: Sequence[tuple[str, Mapping[int, ChoiceOutput]]]) -> Call:
         """Tickets for the prompts of one call: (request_id, choice_id → its output) of each."""
         news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()

@@ -18,6 +18,7 @@ from coordinator.events import NewRequest
 from coordinator.token_order import TokenOrder
 from splitserve.timeline import Timeline
 
+MAX_RESTARTS = 3  # of one request
 Phase = Literal["prefilling", "transferring", "awaiting", "decoding"]
 
 
@@ -32,6 +33,7 @@ class Tracked:
     attempt: int = 0
     phases: dict[str, Phase] = field(default_factory=dict)  # worker_id → what it does here
     choices: dict[int, TokenOrder] = field(default_factory=dict)
+    delivered: list[int] = field(default_factory=list)  # token ids, when there is one choice
     stopped: set[int] = field(default_factory=set)  # choices that a stop string ended
     linger_until: float | None = None  # complete, but its transfer's timing is still to come
 
@@ -45,6 +47,24 @@ class Tracked:
             timeline=Timeline(arrived_at=now),
             choices={choice.choice_id: TokenOrder(limit) for choice in request.choices},
         )
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether another attempt can go on where the client is.
+
+        With one choice, what was delivered goes behind the prompt; several would each need that.
+        """
+        untouched = not any(order.num_delivered for order in self.choices.values())
+        return self.attempt < MAX_RESTARTS and (untouched or len(self.choices) == 1)
+
+    def restart(self) -> None:
+        """Begin the next attempt; nobody has anything of it yet."""
+        assert self.can_restart
+        self.attempt += 1
+        self.phases = {}
+        limit = self.request.sampling.max_tokens
+        self.choices = {i: TokenOrder(limit, o.num_delivered) for i, o in self.choices.items()}
+        self.timeline.prefill_worker_id = self.timeline.decode_worker_id = None
 
     @property
     def all_sampled(self) -> bool:

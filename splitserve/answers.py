@@ -136,6 +136,8 @@ def error_from(status: int, body: bytes, headers: Mapping[str, str]) -> Splitser
     except (ValueError, KeyError, TypeError):
         text = body[:500].decode(errors="replace")
         message, code, param = f"HTTP {status}: {text}", None, None
+    if status == 401:
+        message += " (--api-key or SPLITSERVE_API_KEY)"
     if status == 429:
         return OverloadedError(message, retry_after_s=_seconds(headers.get("retry-after")))
     if status == 404 and code == "model_not_found":

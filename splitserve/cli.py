@@ -1,18 +1,20 @@
-"""The command line: `splitserve serve | up | down | scale | restart | status | chat | bench`."""
+"""The command line: `splitserve serve | up | down | scale | status | chat | bench`."""
 
 from __future__ import annotations
 
 import sys
 
 import typer
-from rich.console import Console
 
 from splitserve import __version__
 from splitserve.commands.bench import bench
+from splitserve.commands.chat import chat
+from splitserve.commands.errors import show_error
 from splitserve.commands.later import profile, restart
+from splitserve.commands.plain_help import PlainCommand
 from splitserve.commands.ray import down, up
+from splitserve.commands.running import scale, status
 from splitserve.commands.serve import serve
-from splitserve.commands.talk import chat, scale, status
 from splitserve.errors import ConfigError, SplitserveError
 
 app = typer.Typer(
@@ -20,9 +22,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help and errors: a box cuts long names, also in a pipe
 )
-for command in (serve, up, down, scale, restart, status, chat, bench, profile):
-    app.command()(command)
+for command in (serve, up, down, scale, status, chat, bench):
+    app.command(cls=PlainCommand)(command)
+for command in (restart, profile):
+    app.command(cls=PlainCommand, hidden=True)(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -49,9 +54,7 @@ def main() -> None:
     try:
         app()
     except SplitserveError as error:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"[red]splitserve: {type(error).__name__}:[/red] ", end="")
-        console.print(str(error), markup=False)
+        show_error(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

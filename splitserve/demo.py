@@ -19,7 +19,14 @@ PROMPTS = (
 )
 _MAX_TOKENS = 48
 _MS = 1000.0
-_SHOWN = ("ttft_s", "queue_s", "prefill_s", "handoff_gap_s", "transfer_s")
+# What is shown of an answer's timing, in the order in which it happens.
+_SHOWN = {
+    "queue_s": "queue",
+    "prefill_s": "prefill",
+    "ttft_s": "first token",
+    "handoff_gap_s": "hand-off",
+    "transfer_s": "KV transfer",
+}
 
 
 def main() -> None:
@@ -39,24 +46,30 @@ def main() -> None:
 
 
 def _stream(console: Console, client: Client, prompt: str) -> None:
-    """Print an answer as it comes, then where its time went."""
-    console.print(f"\n[bold]{prompt}[/bold]", end="")
+    """Print the prompt, the model's continuation as it comes, then where the time went."""
+    console.print(f"\n[bold]prompt:[/bold] {prompt}", soft_wrap=True)
+    console.print("[bold]answer:[/bold] ", end="")
+    begun = False
     last = Chunk(0, "")
     sent = time.perf_counter()
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": _MAX_TOKENS, "return_timing": True}
     for chunk in client.generate(prompt, stream=True, **options):
-        print(chunk.text, end="", flush=True)
+        text = chunk.text if begun else chunk.text.lstrip()
+        begun = begun or bool(text)
+        print(text, end="", flush=True)
         last = chunk if chunk.usage or chunk.timing else last
     took_s = time.perf_counter() - sent
     timing = last.timing or {}
     parts = [
-        f"{name} {timing[name] * _MS:.0f} ms" for name in _SHOWN if timing.get(name) is not None
+        f"{label} {timing[name] * _MS:.0f} ms"
+        for name, label in _SHOWN.items()
+        if timing.get(name) is not None
     ]
     if "num_kv_bytes" in timing:
         parts.append(f"KV {timing['num_kv_bytes'] / 2**20:.2f} MiB")
     num_tokens = last.usage.completion_tokens if last.usage else 0
     parts.append(f"{num_tokens} tokens, {num_tokens / took_s:.1f} tokens/s")
-    console.print(f"\n[dim]{' · '.join(parts)}[/dim]", soft_wrap=True)
+    console.print(f"\n[dim]time:   {', '.join(parts)}[/dim]", soft_wrap=True)
 
 
 if __name__ == "__main__":

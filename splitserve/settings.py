@@ -25,7 +25,7 @@ OTHER_VARIABLES = (
     "SPLITSERVE_READY_FD",
 )
 # What the tables offer and this version can't do yet.
-_NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "transport": ("shm", "collective", "nixl"),
     "attention_backend": ("triton",),
     "enable_prefix_caching": (True,),
@@ -86,8 +86,10 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     """The YAML mapping in a file. Raises ConfigError naming the file."""
     import yaml
 
+    from splitserve.yaml_loading import load_yaml
+
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"can't read the config file {path}: {error}") from error
     if content is None:
@@ -199,7 +201,7 @@ def _check_served(values: Mapping[str, Any]) -> None:
             f"--heartbeat-timeout-s {values['heartbeat_timeout_s']} must be at least twice "
             f"--heartbeat-interval-s {values['heartbeat_interval_s']}"
         )
-    for key, missing in _NOT_BUILT.items():
+    for key, missing in NOT_BUILT.items():
         for name in (key, f"prefill_{key}", f"decode_{key}"):
             if values.get(name) in missing:
                 option = all_flags()[name].option

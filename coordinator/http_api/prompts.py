@@ -10,7 +10,10 @@ from coordinator.service import Service
 from splitserve.errors import InvalidRequestError
 
 TEXT_ROLES = frozenset({"system", "developer", "user", "assistant"})
-MAX_CHARS_PER_TOKEN = 256  # no tokenizer we know has a longer token; text beyond can't fit
+# No natural text averages more, over all of a context. Tokenizing keeps the interpreter to itself,
+# so text that won't fit must not get that far.
+MAX_CHARS_PER_TOKEN = 32
+MAX_CHARS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +35,40 @@ async def completion_prompts(service: Service, prompt: Any) -> list[Prompt]:
             f"{len(forms)} prompts in one call, the limit is {service.config.max_queue}",
             param="prompt",
         )
-    prompts = []
-    for form in forms:
+    limits = service.limits()
+    for form in forms:  # all lengths before any content
         if isinstance(form, str):
-            prompts.append(Prompt(await _encode(service, form), form))
+            check_length(len(form), limits.max_prompt_tokens, "prompt")
         else:
-            prompts.append(Prompt(check_ids(form, service.facts.vocab_size, "prompt")))
-    if not all(one.token_ids for one in prompts):
+            limits.check_prompt(len(form))
+    return [await _prompt(service, form) for form in forms]
+
+
+async def _prompt(service: Service, form: str | list[Any]) -> Prompt:
+    if isinstance(form, str):
+        text = check_text(form, "prompt")
+        ids = await service.off_loop(lambda: service.tokenizer.encode(text), len(text))
+        prompt = Prompt(tuple(ids), text)
+        service.limits().check_prompt(len(ids))  # at once: the next ones may be as long
+    else:
+        prompt = Prompt(check_ids(form, service.facts.vocab_size, "prompt"))
+    if not prompt.token_ids:
         raise InvalidRequestError("a prompt has no tokens", param="prompt")
-    return prompts
+    return prompt
 
 
 async def chat_prompt(service: Service, messages: Sequence[Mapping[str, Any]]) -> Prompt:
     """A conversation by the model's own template. Raises InvalidRequestError."""
+    limit = service.limits().max_prompt_tokens
+    if len(messages) > limit:
+        raise InvalidRequestError(
+            f"{len(messages)} messages, the limit is {limit} tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
     plain = [_plain_message(i, message) for i, message in enumerate(messages)]
     num_characters = sum(len(message["content"]) for message in plain)
-    _check_length(service, num_characters, "messages")
+    check_length(num_characters, limit, "messages")
     token_ids = await service.off_loop(
         lambda: service.tokenizer.apply_chat_template(plain), num_characters
     )
@@ -76,6 +97,18 @@ def check_text(text: str, param: str) -> str:
     return text
 
 
+def check_length(num_characters: int, max_tokens: int, param: str) -> None:
+    """Text that won't fit is not worth tokenizing. Raises InvalidRequestError."""
+    most = min(MAX_CHARS, max_tokens * MAX_CHARS_PER_TOKEN)
+    if num_characters > most:
+        raise InvalidRequestError(
+            f"{param} has {num_characters} characters, the limit is {most} "
+            f"(and {max_tokens} tokens)",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 def _forms(prompt: Any) -> list[str | list[Any]]:
     """The prompts of a call, still as text or as lists of what should be ids."""
     if isinstance(prompt, str):
@@ -90,23 +123,6 @@ def _forms(prompt: Any) -> list[str | list[Any]]:
     if all(isinstance(item, list) for item in prompt):
         return list(prompt)
     return [prompt]
-
-
-async def _encode(service: Service, text: str) -> tuple[int, ...]:
-    check_text(text, "prompt")
-    _check_length(service, len(text), "prompt")
-    return tuple(await service.off_loop(lambda: service.tokenizer.encode(text), len(text)))
-
-
-def _check_length(service: Service, num_characters: int, param: str) -> None:
-    """Text that can't fit, whatever its tokens are, is not worth tokenizing."""
-    limit = service.limits().max_prompt_tokens
-    if num_characters > limit * MAX_CHARS_PER_TOKEN:
-        raise InvalidRequestError(
-            f"{param} has {num_characters} characters, the limit is {limit} tokens",
-            param=param,
-            code="context_length_exceeded",
-        )
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, str]:

@@ -28,6 +28,12 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
+# Where pydantic would speak of its own types.
+_RULES = {
+    "stop": f"stop must be a string of 1 to {MAX_STOP_CHARS} characters, "
+    f"or a list of at most {MAX_STOPS} of them",
+}
+
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -50,7 +56,7 @@ class Generation(Strict):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: (
@@ -109,9 +115,8 @@ def validate(schema: type[Schema], body: Mapping[str, Any]) -> Schema:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         path = [str(part) for part in first["loc"]]
         where = ".".join(path)[:200]
-        raise InvalidRequestError(
-            f"{where}: {first['msg']}", param=path[0][:100] if path else None
-        ) from None
+        text = _RULES.get(path[0]) or f"{where}: {first['msg']}"
+        raise InvalidRequestError(text, param=path[0][:100]) from None
 
 
 def fields_of(schema: type[BaseModel]) -> frozenset[str]:

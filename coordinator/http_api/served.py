@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from coordinator.http_api.body import read_object
 from coordinator.http_api.errors import JsonResponse
-from coordinator.http_api.prompts import chat_prompt, check_ids, check_text
+from coordinator.http_api.prompts import chat_prompt, check_ids, check_length, check_text
 from coordinator.http_api.schemas import DetokenizeBody, TokenizeBody, validate
 from coordinator.service import Service
 from splitserve.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
@@ -69,6 +69,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         token_ids = list((await chat_prompt(service, body.messages)).token_ids)
     else:
         assert body.prompt is not None
+        check_length(len(body.prompt), _max_model_len(service), "prompt")
         text = check_text(body.prompt, "prompt")
         token_ids = await service.off_loop(lambda: service.tokenizer.encode(text), len(text))
     return JsonResponse(
@@ -83,7 +84,14 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def detokenize(service: Service, request: Request) -> Response:
     given = await read_object(request)
     check_model(service, given)
+    _check_num_ids(given.get("tokens"), _max_model_len(service))
     body = validate(DetokenizeBody, given)
     ids = check_ids(body.tokens, service.facts.vocab_size, "tokens")
     text = await service.off_loop(lambda: service.tokenizer.decode(ids), len(ids))
     return JsonResponse({"prompt": text})
+
+
+def _check_num_ids(ids: Any, most: int) -> None:
+    """Raises InvalidRequestError for more ids than any answer has."""
+    if isinstance(ids, list) and len(ids) > most:
+        raise InvalidRequestError(f"{len(ids)} tokens, the limit is {most}", param="tokens")

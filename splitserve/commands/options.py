@@ -8,13 +8,26 @@ from typing import Any
 
 import typer
 
+from splitserve.config import ROLES
 from splitserve.flags import ENGINE_KEYS, Flag, all_flags
+from splitserve.settings import NOT_BUILT
 
-_TYPES: dict[str, Any] = {
-    "int": int | None,
-    "float": float | None,
-    "bool": bool | None,
-    "strs": list[str] | None,
+# What the parser makes of a value. All else stays text: the table's own reader converts it, and
+# says what is wrong with it in the same words as for a variable or a file.
+_TYPES: dict[str, Any] = {"bool": bool | None, "strs": list[str] | None}
+_METAVARS = {
+    "int": "INTEGER",
+    "float": "NUMBER",
+    "bytes": "BYTES",
+    "devices": "GPUS",
+    "str": "TEXT",
+    "strs": "TEXT",
+}
+_ENGINE_PANEL = "How a worker computes"
+# What `--help` says under a heading before its options.
+PANEL_NOTES = {
+    _ENGINE_PANEL: "Each of these also exists for one pool alone, as --prefill-... and "
+    "--decode-..., for example --decode-max-num-seqs."
 }
 
 BASE_URL = typer.Option(
@@ -42,8 +55,9 @@ def _parameter(flag: Flag) -> inspect.Parameter:
         None,
         names,
         help=_help(flag),
-        metavar="|".join(flag.choices) or None,
-        rich_help_panel=_panel(flag),
+        metavar="|".join(_built(flag)) or _METAVARS.get(flag.kind),
+        hidden=is_of_one_pool(flag),
+        rich_help_panel=_ENGINE_PANEL if flag.key in ENGINE_KEYS else _panel(flag),
     )
     return inspect.Parameter(
         flag.key,
@@ -53,18 +67,24 @@ def _parameter(flag: Flag) -> inspect.Parameter:
     )
 
 
+def is_of_one_pool(flag: Flag) -> bool:
+    """Whether it repeats an engine flag for one pool: those work, but help names them once."""
+    return any(flag.key == f"{role}_{key}" for role in ROLES for key in ENGINE_KEYS)
+
+
+def _built(flag: Flag) -> tuple[str, ...]:
+    missing = NOT_BUILT.get(flag.key, ())
+    return tuple(choice for choice in flag.choices if choice not in missing)
+
+
 def _help(flag: Flag) -> str:
-    default = "" if flag.default is None else f" Default: {flag.default}."
-    return flag.help + default
+    parts = [flag.help]
+    if missing := [choice for choice in flag.choices if choice not in _built(flag)]:
+        parts.append(f"Not built yet: {', '.join(missing)}.")
+    if flag.default is not None:
+        parts.append(f"Default: {flag.default}.")
+    return " ".join(parts)
 
 
 def _panel(flag: Flag) -> str:
-    if (
-        flag.path[0] in ("prefill", "decode")
-        and len(flag.path) > 1
-        and flag.path[1] != "num_workers"
-    ):
-        return f"The {flag.path[0]} pool alone"
-    if flag.key in ENGINE_KEYS:
-        return "How a worker computes"
     return "Ray (splitserve up)" if flag.path[0] == "ray" else "Serving"

@@ -1,6 +1,6 @@
 """What runs on a node that something else picked: a worker supervised there, or the launcher.
 
-Nothing here imports Ray: launch/ray_cluster.py turns it into actors.
+Nothing here imports Ray: launch/ray_cluster.py and ray_workers.py turn it into actors.
 """
 
 from __future__ import annotations

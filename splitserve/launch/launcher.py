@@ -1,6 +1,6 @@
 """The launcher: a peer of the coordinator that starts, stops and reaps processes for it.
 
-    Launcher ──start──► Spawner ──► coordinator, workers         (local.py, ray_cluster.py)
+    Launcher ──start──► Spawner ──► coordinator, workers         (local.py, ray_workers.py)
        ▲  ▲                │ CoordinatorUp, Exited
        │  └── Inbox ◄──────┘
        └── DEALER ── Hello, ProcessExited ──► coordinator ── Welcome, Start, Stop, Ready ──► back

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import socket
 from typing import Any
 
 import httpx
@@ -12,9 +12,15 @@ import pytest
 from tests.cluster.harness import Body, Ring, ids_of, joined, stream, text_of
 from tests.waiting import wait_until
 
-CLUSTER = {"prefill": 1, "decode": 1}
+CLUSTER = {"prefill": 1, "decode": 1, "max_num_seqs": 16}
 LETTERS = "A B C D E F G"
 FRANCE = "The capital of France is"
+LONG: dict[str, Any] = {
+    "prompt": FRANCE,
+    "max_tokens": 4000,
+    "ignore_eos": True,
+    "logit_bias": {"28589": 100},
+}
 streaming = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 
 
@@ -122,37 +128,45 @@ def test_the_chat_template_is_applied_once(ring: Ring) -> None:
     assert prompt_ids[:3] == [1, 9690, 198]
 
 
-@pytest.mark.parametrize("when", ["streaming", "whole", "queued"])
-def test_a_hang_up_stops_the_work_within_a_second(ring: Ring, when: str) -> None:
+class Caller:
+    """Asks for a very long answer, and hangs up when told to."""
+
+    def __init__(self, base_url: str, stream: bool) -> None:
+        address = httpx.URL(base_url)
+        self._socket = socket.create_connection((address.host, address.port or 80))
+        body = json.dumps({**LONG, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        self._request = head.encode() + b"Content-Type: application/json\r\n\r\n" + body
+
+    def ask(self) -> None:
+        self._socket.sendall(self._request)
+
+    def hang_up(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize(
+    ("num_callers", "stream"),
+    [(1, True), (1, False), (24, False)],
+    ids=["stream", "whole", "queue"],
+)
+def test_a_hang_up_stops_the_work_within_a_second(
+    ring: Ring, num_callers: int, stream: bool
+) -> None:
     """ggml-org/llama.cpp #24496: client gone, generation went on to max_tokens."""
-    body: dict[str, Any] = {
-        "prompt": FRANCE,
-        "max_tokens": 4000,
-        "ignore_eos": True,
-        "logit_bias": {"28589": 100},
-        "stream": when == "streaming",
-    }
-    fillers = 1 if when != "queued" else 80
-    with httpx.Client(base_url=ring.base_url) as gone:
-        requests = [gone.build_request("POST", "/v1/completions", json=body) for _ in range(1)]
-        del requests
-    clients = [httpx.Client(base_url=ring.base_url, timeout=0.7) for _ in range(fillers)]
-    import concurrent.futures
+    callers = [Caller(ring.base_url, stream) for _ in range(num_callers)]
+    for caller in callers:
+        caller.ask()
 
-    def give_up(client: httpx.Client) -> None:
-        with pytest.raises(httpx.TimeoutException), client:
-            if when == "streaming":
-                with client.stream("POST", "/v1/completions", json=body) as response:
-                    started = time.monotonic()
-                    for _ in response.iter_lines():
-                        if time.monotonic() - started > 0.7:
-                            raise httpx.ReadTimeout("enough")
-            else:
-                client.post("/v1/completions", json=body)
+    def working() -> bool:
+        coordinator = ring.cluster()["coordinator"]
+        waiting = coordinator["num_requests_waiting"] > 0 or num_callers == 1
+        return waiting and ring.total("decode", "num_requests_running") > 0
 
-    with concurrent.futures.ThreadPoolExecutor(fillers) as pool:
-        list(pool.map(give_up, clients))
-    wait_until(lambda: not ring.leftovers(), 1.5, "nothing runs for those who left")
+    wait_until(working, 20, "the work has begun")
+    for caller in callers:
+        caller.hang_up()
+    wait_until(lambda: not ring.leftovers(), 1.0, "nothing runs for those who left")
 
 
 def test_joined_streams_equal_whole_answers(ring: Ring) -> None:

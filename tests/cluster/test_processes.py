@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
@@ -111,8 +113,13 @@ def test_stray_bytes_on_every_port_harm_nobody(ring: Ring, tmp_path: Path) -> No
     assert not marker.exists()
 
 
-def serve(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """`splitserve serve` in a process of its own, ready; and its URL."""
+def serve(*arguments: str, log: Path | None = None) -> tuple[subprocess.Popen[str], str]:
+    """`splitserve serve` in a process of its own, ready; and its URL. `log`: where stderr goes."""
+    with open(log or os.devnull, "w", encoding="utf-8") as stderr:
+        return _serve(arguments, stderr)
+
+
+def _serve(arguments: tuple[str, ...], stderr: IO[str]) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen(
         [
             sys.executable,
@@ -125,7 +132,7 @@ def serve(*arguments: str) -> tuple[subprocess.Popen[str], str]:
             *arguments,
         ],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
     )
     assert process.stdout is not None
@@ -152,6 +159,37 @@ def test_however_serve_ends_nothing_is_left(number: signal.Signals) -> None:
     finally:
         process.kill()
         process.communicate(timeout=10)
+
+
+def test_a_stop_is_quick_and_orderly_also_with_work_in_flight(tmp_path: Path) -> None:
+    """The coordinator ends requests with its own words; nobody is reported dead on the way."""
+    log = tmp_path / "log"
+    process, url = serve("--dtype", "float32", log=log)
+    try:
+        with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=url, timeout=60) as http:
+            body = {"model": "smollm2-135m", "prompt": FRANCE, "max_tokens": 900}
+            body |= {"ignore_eos": True}
+            answer = pool.submit(http.post, "/v1/completions", json=body)
+            wait_until(
+                lambda: any(
+                    w["num_requests_running"] for w in http.get("/cluster").json()["workers"]
+                ),
+                30,
+                "a running request",
+            )
+            started = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+            assert time.monotonic() - started < 5
+            assert answer.result(5).status_code == 503
+            assert "shut down" in answer.result().text
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+    lines = log.read_text().splitlines()
+    stopped = [line.split("]")[0].strip("[") for line in lines if line.endswith(": stopped")]
+    assert stopped[0] == "coordinator" and sorted(stopped[1:]) == ["decode-0", "prefill-0"]
+    assert not [line for line in lines if "is dead" in line]
 
 
 def test_a_worker_that_cannot_start_is_named_and_nothing_is_left(tmp_path: Path) -> None:

@@ -125,6 +125,38 @@ def test_worker_killed_inside_its_actor_takes_the_actor_with_it(ray_cluster: Mod
     assert_nothing_left(pids)
 
 
+class Moody:
+    """An actor that does what launchers should not."""
+
+    def fail(self) -> None:
+        raise KeyError("disk full")
+
+    def hang(self) -> None:
+        signal.pause()
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("fail", r"failed: .*KeyError\('disk full'\)"),
+        ("hang", r"did not answer within 1 s"),
+        ("die", "is dead"),
+    ],
+)
+def test_errors_of_ray_reach_nobody(ray_cluster: ModuleType, way: str, message: str) -> None:
+    actor: Any = ray.remote(Moody).options(num_cpus=0).remote()
+    ray.get(actor.__ray_ready__.remote(), timeout=60)
+    try:
+        with pytest.raises(LaunchError, match=message) as failed:
+            ray_cluster._answer(getattr(actor, way).remote(), 1.0 if way == "hang" else 60.0)
+        assert "Traceback" not in str(failed.value)
+    finally:
+        ray.kill(actor)
+
+
 def test_no_room_says_what_was_wanted_and_leaves_room(ray_cluster: ModuleType) -> None:
     # ray-project/ray#27287: a placement group that can never fit waited for ever.
     with pytest.raises(LaunchError) as refused:

@@ -12,7 +12,7 @@ from tests.reference import Case, Verdict, compare, named_cases, prose_cases, to
 
 TOPOLOGIES = {
     "1P1D": {"prefill": 1, "decode": 1},
-    "2P1D": {"prefill": 2, "decode": 1},
+    "2P2D": {"prefill": 2, "decode": 2},
     "aggregated": {"prefill": 0, "decode": 1},
 }
 NUM_ALONE = 40
@@ -35,13 +35,13 @@ def ask(ring: Ring, case: Case, max_tokens: int, stream: bool, ignore_eos: bool)
 @every_topology
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_named_prompts(ring: Ring, stream: bool) -> None:
+    tries = [(case, ignore) for case in named_cases().values() for ignore in (False, True)]
+    calls = [partial(ask, ring, c, len(c.token_ids), stream, ignore) for c, ignore in tries]
     wrong = []
-    for case in named_cases().values():
-        max_tokens = len(case.token_ids)
-        for ignore_eos in (False, True):
-            got = ids_of(ask(ring, case, max_tokens, stream, ignore_eos))
-            if compare(case, got, max_tokens, ignore_eos=ignore_eos) is Verdict.WRONG:
-                wrong.append((case.name, ignore_eos, got, case.token_ids))
+    for (case, ignore), answer in zip(tries, ring.at_once(calls, 8), strict=True):
+        got, max_tokens = ids_of(answer), len(case.token_ids)
+        if compare(case, got, max_tokens, ignore_eos=ignore) is Verdict.WRONG:
+            wrong.append((case.name, ignore, got, case.token_ids))
     assert not wrong
 
 

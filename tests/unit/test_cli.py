@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from splitserve import cli
+from splitserve.commands.options import is_of_one_pool
+from splitserve.commands.serve import changed_settings
 from splitserve.flags import all_flags
+from splitserve.settings import resolve
 from tests.unit.scripted_server import Exchange, scripted_server
 
 WORKER = {
@@ -33,10 +39,19 @@ def invoke(*arguments: str, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])
-def test_help_lists_every_flag(command: str) -> None:
-    text = invoke(command, "--help", env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).output
+def test_help_names_every_flag_whole_at_any_width(command: str) -> None:
+    text = invoke(command, "--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
+    words = set(text.replace("/", " ").split())
     for flag in all_flags().values():
-        assert (flag.option in text) == (not flag.file_only), flag.option
+        shown = not flag.file_only and not is_of_one_pool(flag)
+        assert (flag.option in words) == shown, flag.option
+    assert "as --prefill-... and" in text
+
+
+def test_help_leaves_out_what_is_not_built() -> None:
+    assert not {"restart", "profile"} & set(invoke("--help").output.split())
+    text = " ".join(invoke("serve", "--help").output.split())
+    assert "--transport auto|tcp How KV travels. Not built yet: shm, collective, nixl." in text
 
 
 def test_print_config_prints_what_was_resolved() -> None:
@@ -55,6 +70,10 @@ def test_print_config_prints_what_was_resolved() -> None:
         (["serve", "m", "--host", "0.0.0.0"], "give an --api-key"),
         (["serve", "m", "--model", "n"], "two models"),
         (["serve"], "no model"),
+        (["serve", "m", "--prefill", "abc"], "--prefill: expected a whole number, got 'abc'"),
+        (["serve", "m", "--prefill", "-1"], "--prefill: -1 is below the least value 0"),
+        (["serve", "cluster.yaml"], "did you mean --config cluster.yaml?"),
+        (["scale"], "--prefill N, --decode N, or both"),
         (["serve", "m", "--config", "/no/such.yaml"], "can't read the config file"),
         (["restart", "--pool", "decode"], "not built yet"),
         (["profile"], "not built yet"),
@@ -80,18 +99,83 @@ def test_failure_is_one_line_and_exit_code_1() -> None:
     assert "can't reach http://127.0.0.1:9" in done.stderr
 
 
-def test_status_shows_every_worker() -> None:
-    cluster = {
+def test_settings_are_not_shown_before_a_one_line_error() -> None:
+    done = run("serve", "/no/such/model", "--port", "0")
+    assert "settings:" not in done.stderr
+
+
+def test_changed_settings_names_what_differs_and_hides_keys() -> None:
+    given = {"model": "m", "port": 0, "api_key": ["secret"], "decode_num_blocks": 12}
+    line = changed_settings(resolve(given, environ={}).document)
+    assert line == (
+        "settings: model=m, port=0, api_key=***, decode_num_blocks=12; --print-config shows all"
+    )
+
+
+def test_a_key_given_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("engine:\n  num_blocks: 1\n  num_blocks: 2\n")
+    done = run("serve", "m", "--print-config", "--config", str(file))
+    assert done.returncode == 2
+    assert "line 3 gives the key 'num_blocks' again" in done.stderr
+
+
+def test_a_merge_in_a_file_is_no_second_key(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "prefill: &pool {num_workers: 2, num_blocks: 7}\ndecode:\n  <<: *pool\n  num_workers: 1\n"
+    )
+    done = run("serve", "m", "--print-config", "--config", str(file))
+    assert done.returncode == 0, done.stderr
+    document = yaml.safe_load(done.stdout)
+    assert document["decode"] == document["prefill"] | {"num_workers": 1}
+
+
+def cluster_of(*workers: dict[str, Any]) -> dict[str, Any]:
+    return {
         "model": "tiny",
         "target": {"prefill": 1, "decode": 2},
         "coordinator": {"num_requests_in_flight": 3, "num_requests_waiting": 4},
-        "workers": [WORKER, {**WORKER, "worker_id": "prefill-9", "state": "dead"}],
+        "workers": list(workers),
     }
+
+
+def show_status(*arguments: str, columns: str = "60") -> str:
+    long_id = {**WORKER, "worker_id": "decode-17-0123456789abcdef"}
+    starting = {**WORKER, "worker_id": "decode-9", "state": "starting", "pid": None, "host": None}
+    cluster = cluster_of(long_id, starting, {**WORKER, "worker_id": "prefill-9", "state": "dead"})
     with scripted_server(lambda exchange: exchange.json(cluster)) as server:
-        done = invoke("status", "--base-url", server.base_url, env={"COLUMNS": "100"})
+        done = invoke("status", "--base-url", server.base_url, *arguments, env={"COLUMNS": columns})
     assert done.exit_code == 0, done.output
-    for text in ("decode-1a2b", "prefill-9", "dead", "4711", "3 requests in flight"):
-        assert text in done.output
+    return str(done.output)
+
+
+def test_status_shows_who_lives_and_counts_the_dead() -> None:
+    text = show_status()
+    for part in ("decode-17-0123456789abcdef", "4711", "3 requests in flight", "1 dead worker ("):
+        assert part in text
+    for part in ("prefill-9", "None", "\N{HORIZONTAL ELLIPSIS}"):
+        assert part not in text
+
+
+def test_status_shows_the_dead_when_asked() -> None:
+    text = show_status("--all")
+    assert "prefill-9" in text
+    assert "dead worker" not in text
+
+
+def test_status_never_cuts_an_id_in_a_narrow_terminal() -> None:
+    leader, follower = pty.openpty()
+    cluster = cluster_of({**WORKER, "worker_id": "decode-17-0123456789abcdef"})
+    with scripted_server(lambda exchange: exchange.json(cluster)) as server:
+        command = [sys.executable, "-m", "splitserve.cli", "status", "--base-url", server.base_url]
+        environment = {**os.environ, "COLUMNS": "50", "TERM": "xterm"}
+        done = subprocess.run(command, stdout=follower, env=environment, timeout=60, check=False)
+        shown = os.read(leader, 65536).decode()
+    os.close(follower)
+    os.close(leader)
+    assert done.returncode == 0
+    assert "decode-17-0123456789abcdef" in shown
 
 
 def test_scale_sends_the_target_with_the_key() -> None:
@@ -103,37 +187,109 @@ def test_scale_sends_the_target_with_the_key() -> None:
         assert server.exchanges[0].body == {"prefill": 2, "decode": 3}
         assert server.exchanges[0].headers["authorization"] == "Bearer k"
     assert done.exit_code == 0
+    assert done.output == "wanted: 2 prefill, 3 decode; see `splitserve status`\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "target"),
+    [("--prefill", {"prefill": 5, "decode": 2}), ("--decode", {"prefill": 1, "decode": 5})],
+)
+def test_scale_of_one_pool_keeps_the_other(option: str, target: dict[str, int]) -> None:
+    with scripted_server(lambda exchange: exchange.json(cluster_of())) as server:
+        done = invoke("scale", option, "5", "--base-url", server.base_url)
+        assert done.exit_code == 0, done.output
+        assert server.exchanges[-1].body == target
+
+
+def test_a_wrong_key_is_said_to_be_one() -> None:
+    body = {"error": {"message": "no valid API key", "code": "invalid_api_key"}}
+    with scripted_server(lambda exchange: exchange.json(body, status=401)) as server:
+        done = run("status", "--base-url", server.base_url)
+    assert done.returncode == 1
+    assert "no valid API key (--api-key or SPLITSERVE_API_KEY)" in done.stderr
+
+
+def reply_hello(exchange: Exchange) -> None:
+    exchange.start_stream()
+    for word in ("Hel", "lo"):
+        exchange.event({"choices": [{"index": 0, "delta": {"content": word}}]})
+    exchange.event("[DONE]")
+    exchange.end()
+
+
+def refuse(exchange: Exchange, param: str) -> None:
+    detail = {"message": f"{param} is too long", "param": param, "code": "context_length_exceeded"}
+    exchange.json({"error": detail}, status=400)
+
+
+def contents(exchange: Exchange) -> list[str]:
+    return [message["content"] for message in exchange.body["messages"]]
 
 
 def test_chat_streams_and_remembers() -> None:
+    with scripted_server(reply_hello) as server:
+        arguments = ("chat", "--base-url", server.base_url, "--system", "Be kind")
+        done = invoke(*arguments, "--max-tokens", "9", input="Hi\n\nAgain\n")
+        second = server.exchanges[1]
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "Hello\nHello\n"  # a pipe gets the answers and nothing else
+    assert (second.body["max_tokens"], second.body["temperature"]) == (9, 0.2)
+    assert contents(second) == ["Be kind", "Hi", "Hello", "Again"]
+
+
+def test_chat_answers_end_by_default() -> None:
+    with scripted_server(reply_hello) as server:
+        invoke("chat", "--base-url", server.base_url, input="Hi\n")
+        assert server.exchanges[0].body["max_tokens"] == 512
+
+
+def test_chat_uses_what_is_left_of_a_small_context() -> None:
     def reply(exchange: Exchange) -> None:
-        exchange.start_stream()
-        for word in ("Hel", "lo"):
-            exchange.event({"choices": [{"index": 0, "delta": {"content": word}}]})
-        exchange.event("[DONE]")
-        exchange.end()
+        if "max_tokens" in exchange.body:
+            refuse(exchange, "max_tokens")
+        else:
+            reply_hello(exchange)
 
     with scripted_server(reply) as server:
-        arguments = (
-            "chat",
-            "--base-url",
-            server.base_url,
-            "--system",
-            "Be kind",
-            "--max-tokens",
-            "9",
+        done = invoke("chat", "--base-url", server.base_url, input="Hi\n")
+    assert done.stdout == "Hello\n"
+
+
+def test_chat_from_a_pipe_fails_when_a_prompt_does() -> None:
+    with scripted_server(lambda exchange: refuse(exchange, "prompt")) as server:
+        done = subprocess.run(
+            [sys.executable, "-m", "splitserve.cli", "chat", "--base-url", server.base_url],
+            input="Hi\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
-        done = invoke(*arguments, input="Hi\n\nAgain\n")
-        second = server.exchanges[1].body
-    assert done.exit_code == 0, done.output
-    assert done.output.count("Hello") == 2
-    assert second["max_tokens"] == 9
-    assert [message["content"] for message in second["messages"]] == [
-        "Be kind",
-        "Hi",
-        "Hello",
-        "Again",
-    ]
+    assert (done.returncode, done.stdout.strip()) == (1, "")
+    assert "prompt is too long" in done.stderr
+
+
+def test_chat_in_a_terminal_goes_on_after_an_error() -> None:
+    def reply(exchange: Exchange) -> None:
+        if contents(exchange)[-1] == "too much":
+            refuse(exchange, "prompt")
+        else:
+            reply_hello(exchange)
+
+    leader, follower = pty.openpty()
+    os.write(leader, b"one\ntoo much\ntwo\n/new\nthree\n\x04")
+    with scripted_server(reply) as server:
+        command = [sys.executable, "-m", "splitserve.cli", "chat", "--base-url", server.base_url]
+        done = subprocess.run(
+            command, stdin=follower, capture_output=True, text=True, timeout=60, check=False
+        )
+        asked = [contents(exchange) for exchange in server.exchanges]
+    os.close(follower)
+    os.close(leader)
+    assert done.returncode == 0, done.stderr
+    assert asked == [["one"], ["one", "Hello", "too much"], ["one", "Hello", "two"], ["three"]]
+    assert "prompt is too long" in done.stderr
+    assert "tiny at http://127.0.0.1" in done.stdout
 
 
 def test_version() -> None:

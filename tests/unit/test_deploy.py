@@ -39,3 +39,16 @@ def test_kubernetes_recipe_carries_a_config_that_resolves() -> None:
     groups = {group["groupName"] for group in by_kind["RayCluster"]["spec"]["workerGroupSpecs"]}
     assert groups == {"prefill", "decode"}
     assert settings.prefill.resources == {"prefill": 1}
+
+
+def test_no_pod_waits_for_what_the_job_starts() -> None:
+    """A job is started on a cluster whose pods are ready; HTTP is up only when it has run."""
+    (cluster,) = [
+        document
+        for document in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+        if document["kind"] == "RayCluster"
+    ]
+    spec = cluster["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        for container in group["template"]["spec"]["containers"]:
+            assert not {"readinessProbe", "startupProbe", "livenessProbe"} & container.keys()

@@ -9,7 +9,8 @@ from concurrent.futures import CancelledError
 import pytest
 
 from splitserve import AsyncClient, Client
-from splitserve.errors import InvalidRequestError
+from splitserve.errors import InvalidRequestError, UnavailableError
+from splitserve.jobs import Job
 from tests.unit.scripted_server import Exchange, ScriptedServer, completion, scripted_server
 from tests.waiting import wait_until
 
@@ -91,6 +92,17 @@ def test_cancelled_job_hangs_up(client: Client, server: ScriptedServer) -> None:
         next(results)
     job.cancel()
     assert len(server.exchanges) == 2
+
+
+def test_a_job_that_can_not_connect_says_why() -> None:
+    def connect() -> AsyncClient:
+        raise UnavailableError("no route")
+
+    job = Job(connect, ["a", "b"], concurrency=1, options={})
+    assert job.wait(5) == "failed"
+    assert job.progress.num_failed == 2
+    with pytest.raises(UnavailableError, match="no route"):
+        next(job.results(timeout_s=5))
 
 
 def test_async_job_outlives_an_impatient_reader_and_can_be_cancelled(

@@ -18,7 +18,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from splitserve.errors import ConfigError, ModelNotFoundError
-from splitserve.models import fingerprint, model_facts, resolve_model, weight_files
+from splitserve.models import (
+    fingerprint,
+    model_facts,
+    resolve_model,
+    tokenizer_fingerprint,
+    weight_files,
+)
 from tests.tiny_models import CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, make_tiny_llama
 
 
@@ -218,6 +224,7 @@ def test_a_shard_the_index_names_must_be_there(tmp_path: Path) -> None:
 def test_a_copy_elsewhere_has_the_same_fingerprint(checkpoint: Path, model: Path) -> None:
     edit(model / "config.json", transformers_version="0.0.0", _name_or_path="/elsewhere")
     assert fingerprint(model) == fingerprint(checkpoint)
+    assert tokenizer_fingerprint(model) == fingerprint(model).tokenizer
 
 
 def test_each_part_tells_its_own_change(checkpoint: Path, model: Path) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from splitserve.config import CoordinatorConfig, EngineConfig, Liveness
+from splitserve.config import MAX_WORKERS, ROLES, CoordinatorConfig, EngineConfig, Liveness
 from splitserve.errors import ConfigError
-from splitserve.flags import ROLES, all_flags
-from splitserve.settings import ServeSettings, read_config_file, resolve
+from splitserve.flags import all_flags
+from splitserve.launch.plan import LaunchPlan
+from splitserve.settings import RaySettings, ServeSettings, read_config_file, resolve, resolve_ray
 
 
 def settings_of(
@@ -50,10 +51,65 @@ def test_a_pool_has_every_engine_setting_of_its_own(role: str) -> None:
     assert getattr(settings, other).engine.num_blocks == 100
     from_file = settings_of({role: {"num_blocks": 12}, "engine": {"num_blocks": 100}})
     from_environ = settings_of(
-        None, {f"SPLITSERVE_{role.upper()}_NUM_BLOCKS": "12"}, num_blocks=100
+        None,
+        {f"SPLITSERVE_{role.upper()}_NUM_BLOCKS": "12", "SPLITSERVE_NUM_BLOCKS": "100"},
     )
     for same in (from_file, from_environ):
         assert (same.prefill, same.decode) == (settings.prefill, settings.decode)
+
+
+# The same setting for the cluster and for one pool, each in another place; the last one counts.
+_IN_FILE = {"engine": {"num_blocks": 1}, "decode": {"num_blocks": 2}}
+_IN_ENVIRON = {"SPLITSERVE_NUM_BLOCKS": "3", "SPLITSERVE_DECODE_NUM_BLOCKS": "4"}
+_IN_FLAGS = {"num_blocks": 5, "decode_num_blocks": 6}
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "given", "prefill", "decode"),
+    [
+        (_IN_FILE, {}, {}, 1, 2),
+        (_IN_FILE, {"SPLITSERVE_NUM_BLOCKS": "3"}, {}, 3, 3),
+        (_IN_FILE, {"SPLITSERVE_DECODE_NUM_BLOCKS": "4"}, {}, 1, 4),
+        (_IN_FILE, _IN_ENVIRON, {}, 3, 4),
+        (_IN_FILE, _IN_ENVIRON, {"num_blocks": 5}, 5, 5),
+        (_IN_FILE, _IN_ENVIRON, {"decode_num_blocks": 6}, 3, 6),
+        (_IN_FILE, _IN_ENVIRON, _IN_FLAGS, 5, 6),
+    ],
+)
+def test_a_higher_source_beats_a_pools_own_value(
+    file: dict[str, Any],
+    environ: dict[str, str],
+    given: dict[str, Any],
+    prefill: int,
+    decode: int,
+) -> None:
+    settings = settings_of(file, environ, **given)
+    assert settings.prefill.engine.num_blocks == prefill
+    assert settings.decode.engine.num_blocks == decode
+    assert resolve({}, file=settings.document, environ={}) == settings
+
+
+def test_liveness_is_told_to_the_coordinator_and_the_workers() -> None:
+    settings = settings_of(heartbeat_timeout_s=5, max_step_s=300)
+    assert settings.liveness == Liveness(0.5, 5.0, 10.0, max_step_s=300.0)
+    plan = LaunchPlan(settings, "/models/m", cores=())
+    assert plan.coordinator().liveness == settings.liveness
+
+
+def test_a_pool_may_have_as_many_workers_as_it_can_be_scaled_to() -> None:
+    assert settings_of(prefill=MAX_WORKERS).prefill.num_workers == MAX_WORKERS
+    with pytest.raises(ConfigError, match=f"above the greatest value {MAX_WORKERS}"):
+        settings_of(prefill=MAX_WORKERS + 1)
+
+
+def test_where_a_cluster_on_ray_is_needs_nothing_else_to_be_right() -> None:
+    file = {"host": "0.0.0.0", "engin": {}, "ray": {"address": "here:1", "namespace": "file"}}
+    environ = {"SPLITSERVE_PORT": "x", "SPLITSERVE_RAY_NAMESPACE": "environment"}
+    found = resolve_ray({"ray_name": "mine", "ray_address": None}, file=file, environ=environ)
+    assert found == RaySettings("here:1", "environment", "mine", 120.0)
+    assert resolve_ray({}, environ={}) == settings_of().ray
+    with pytest.raises(ConfigError, match=r"did you mean 'ray\.name"):
+        resolve_ray({}, file={"ray": {"nam": "x"}}, environ={})
 
 
 def test_every_flag_has_a_variable_and_a_place_in_the_file() -> None:
@@ -150,7 +206,7 @@ def test_impossible_settings_are_refused(given: dict[str, Any], message: str) ->
 )
 def test_impossible_files_are_refused(file: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settings_of(file)
+        resolve({}, file={"model": "m", **file}, environ={})
 
 
 def test_unknown_variable_is_refused_and_those_of_others_are_not() -> None:

@@ -77,7 +77,7 @@ class RunningCoordinator:
         coordinator = self.cluster()["coordinator"]
         held = sum(worker.num_requests for worker in self.workers)
         waiting = coordinator["num_requests_waiting"] + coordinator["num_requests_in_flight"]
-        return int(held + waiting + self.server.service.num_open_calls)
+        return int(held + waiting + len(self.server.service._tickets._tickets))
 
     def stop(self) -> None:
         """As SIGTERM does."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import httpx
 import pytest
 
 from splitserve.config import READY_FD_ENV, ROLE_CONFIG_ENV, CoordinatorConfig, to_json
+from splitserve.models import fingerprint
+from tests.unit.coordinator.scripted_worker import Script, ScriptedWorker, facts
+from tests.waiting import wait_until
 
 PRINT_MODULES = (
     "import sys, atexit; atexit.register(lambda: print('loaded', 'torch' in sys.modules,"
@@ -63,6 +67,35 @@ def test_the_process_never_loads_torch_and_stops_when_told(
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 0, output
     assert "loaded False False False" in output
+
+
+def test_the_end_is_quick_and_clear(model: Path) -> None:
+    """Whoever waits is told, workers too; a client that is slow delays nothing."""
+    port = free_port()
+    process, reader = start(model, port=port, num_prefill=0, num_decode=1)
+    with os.fdopen(reader) as pipe:
+        endpoint = json.loads(pipe.readline())["control_endpoint"]
+    worker = ScriptedWorker("decode", endpoint, facts(fingerprint(model)), Script(step_s=0.05))
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as http,
+        socket.create_connection(("127.0.0.1", port), timeout=20) as slow,
+    ):
+        wait_until(lambda: http.get("/ready").status_code == 200, 10.0, "ready")
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        body = {"prompt": "hi", "max_tokens": 500, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            told_at = time.monotonic()
+            rest = [line for line in lines if line]
+        output, _ = process.communicate(timeout=20)
+    assert time.monotonic() - told_at < 4.0
+    assert process.returncode == 0, output
+    error = json.loads(rest[-1].removeprefix("data: "))["error"]
+    assert error["message"] == "the cluster was shut down"
+    wait_until(lambda: bool(worker.releases), 5.0, "the worker was told")
+    worker.close()
 
 
 def test_a_taken_port_is_an_exit_with_one_clear_line(model: Path) -> None:

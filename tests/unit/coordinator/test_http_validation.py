@@ -30,7 +30,11 @@ BOTH = [
     {"top_k": -2},
     {"min_p": 2},
     {"repetition_penalty": 0},
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 101},
     {"presence_penalty": 3},
+    {"presence_penalty": -2.1},
+    {"frequency_penalty": 2.1},
     {"frequency_penalty": "x"},
     {"n": 0},
     {"n": 10**6},
@@ -99,6 +103,13 @@ def test_the_field_is_named(coordinator: RunningCoordinator, name: str) -> None:
     body = {"prompt": "hi", name: bad.get(name, 9)}
     error = error_of(post(coordinator, COMPLETIONS, body))
     assert error["param"] == name and name in error["message"]
+
+
+@pytest.mark.parametrize("stop", ["", [""], [1], 7, ["x"] * 17, "x" * 2000], ids=repr)
+def test_a_bad_stop_is_explained_in_plain_words(coordinator: RunningCoordinator, stop: Any) -> None:
+    error = error_of(post(coordinator, COMPLETIONS, {"prompt": "hi", "stop": stop}))
+    assert error["param"] == "stop"
+    assert "1 to 1024 characters" in error["message"] and "constrained" not in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.unit.coordinator.world import (
     BASE_URL,
     EPOCH,
     LAUNCHER,
+    LAUNCHER_HELLO,
     World,
     delivered,
     hello,
@@ -21,8 +22,6 @@ from tests.unit.coordinator.world import (
     row,
     sent,
 )
-
-LAUNCHER_HELLO = m.Hello("launcher", "launcher", "launcher", 1, "host")
 
 
 def launched(num_prefill: int = 1, num_decode: int = 1, **options: Any) -> World:
@@ -70,9 +69,29 @@ def test_the_launcher_starts_what_is_missing_and_hears_when_all_is_ready() -> No
 def test_another_launcher_is_told_again_and_starts_only_what_never_came() -> None:
     world = launched(1, 2)
     world.state.scale(1, 3, world.now)  # decode-2, which will never say Hello
+    world.handle(SendFailed(LAUNCHER, None, vanished=True))
     actions = world.hear("launcher2", LAUNCHER_HELLO)
     assert [message.launch_id for _, message in sent(actions, m.Start)] == ["decode-3"]
     assert sent(actions, m.Ready) == [("launcher2", m.Ready(EPOCH, BASE_URL))]
+
+
+def test_a_second_launcher_is_rejected_and_told_nothing() -> None:
+    world = launched(1, 1)
+    (send,) = of(world.hear("rogue", LAUNCHER_HELLO), Send)
+    assert send.identity == b"rogue" and isinstance(send.message, m.Reject)
+    actions = world.state.scale(1, 2, world.now)
+    assert [to for to, _ in sent(actions, m.Start)] == ["launcher"]
+
+
+@pytest.mark.parametrize("sender", ["rogue", "decode-0-x", "prefill-0-x"])
+def test_only_the_launcher_is_believed_about_exits(sender: str) -> None:
+    world = launched(1, 1)
+    world.submit(request())
+    assert world.hear(sender, m.ProcessExited("decode-0", 7, -9, "")) == []
+    assert states(world) == {"decode-0-x": "ready", "prefill-0-x": "ready"}
+    assert "decode-0" in world.state.pools.launches
+    world.hear("launcher", m.ProcessExited("decode-0", 7, -9, ""))
+    assert states(world)["decode-0-x"] == "dead"
 
 
 @pytest.mark.parametrize("kind", ["silence", "a stuck loop", "exit", "gone connection"])

@@ -16,6 +16,7 @@ from tests.unit.coordinator.scripted_worker import facts
 EPOCH = "epoch"
 FINGERPRINT = Fingerprint("weights", "config", "tokenizer")
 LAUNCHER = b"launcher"
+LAUNCHER_HELLO = m.Hello("launcher", "launcher", "launcher", 1, "host")
 BASE_URL = "http://127.0.0.1:8000"
 
 A = TypeVar("A")
@@ -58,6 +59,8 @@ class World:
             self.join("decode", f"d{i}", **changes)
         for i in range(num_prefill):
             self.join("prefill", f"p{i}", **changes)
+        if num_decode:  # nothing is missing: it has nothing to start
+            self.hear("launcher", LAUNCHER_HELLO)
 
     def join(self, role: Role, worker_id: str, launch_id: str = "", **changes: Any) -> list[Action]:
         return self.hear(worker_id, hello(role, worker_id, launch_id, **changes))
@@ -102,7 +105,14 @@ class World:
     def failed(
         self, worker_id: str, stage: m.Stage = "prefill", request_id: str = "r"
     ) -> list[Action]:
-        return self.hear(worker_id, m.Failed(request_id, 0, EPOCH, stage, "why", True))
+        return self.hear(worker_id, m.Failed(request_id, 0, EPOCH, stage, "why", False))
+
+    def refused(
+        self, worker_id: str, reason: str = "why", request_id: str = "r", attempt: int = 0
+    ) -> list[Action]:
+        """Not admitted, and another worker might."""
+        said = m.Failed(request_id, attempt, EPOCH, "admission", reason, True)
+        return self.hear(worker_id, said)
 
     # -- what must hold -----------------------------------------------------------------------
 

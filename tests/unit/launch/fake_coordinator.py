@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 import zmq
@@ -70,4 +71,5 @@ class FakeCoordinator:
 if __name__ == "__main__":
     config = from_json(CoordinatorConfig, os.environ[ROLE_CONFIG_ENV])
     die_with_parent(config.parent_pid)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("coordinator says goodbye"))
     FakeCoordinator(config).run()

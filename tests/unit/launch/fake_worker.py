@@ -26,6 +26,8 @@ if __name__ == "__main__":
         signal.pause()
     if "ignores-sigterm" in ways:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "says-goodbye" in ways:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{config.role} says goodbye"))
     dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     dealer.linger = 1000
     dealer.connect(config.control_endpoint)

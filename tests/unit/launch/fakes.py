@@ -23,13 +23,21 @@ class FakeCluster:
     """Owns a launcher over fake roles, and the lines they print."""
 
     def __init__(
-        self, ways: str, *, prefill: int = 1, decode: int = 1, timeout_s: float = 20
+        self,
+        ways: str,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        timeout_s: float = 20,
+        grace_s: float = 1.0,
     ) -> None:
         settings = resolve({"model": "fake", "prefill": prefill, "decode": decode}, environ={})
         plan = LaunchPlan(settings, ways, cores=(), parent_pid=os.getpid())
         self.lines: list[str] = []
         spawner = LocalSpawner(plan, self._echo, MODULES)
-        self.launcher = Launcher(spawner, start_timeout_s=timeout_s, stop_grace_s=1.0, keys=None)
+        self.launcher = Launcher(
+            spawner, start_timeout_s=timeout_s, stop_grace_s=grace_s, keys=None
+        )
 
     def _echo(self, launch_id: str, line: str) -> None:
         self.lines.append(f"[{launch_id}] {line}")

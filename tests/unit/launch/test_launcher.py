@@ -6,13 +6,21 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from splitserve.errors import LaunchError
-from tests.unit.launch.fakes import FakeCluster, is_running
+from splitserve.launch import local
+from splitserve.launch.child import ChildProcess, ChildSpec, Exited
+from splitserve.launch.local import ORPHAN_GRACE_S, LocalSpawner
+from splitserve.launch.plan import LaunchPlan, WorkerPlace
+from splitserve.launch.spawner import Inbox
+from splitserve.settings import resolve
+from tests.unit.launch.fakes import MODULES, FakeCluster, is_running
 from tests.waiting import wait_until
 
 
@@ -108,6 +116,53 @@ def test_sigterm_is_followed_by_sigkill_and_kill_needs_no_grace() -> None:
     assert forced.launcher.wait(5)
     assert time.monotonic() - started < 1.0
     assert not any(is_running(pid) for pid in cluster.pids() + forced.pids())
+
+
+def test_the_coordinator_leaves_before_any_worker_is_told_to() -> None:
+    cluster = FakeCluster("says-goodbye", prefill=2)
+    cluster.launcher.start()
+    cluster.launcher.stop()
+    goodbyes = [line.split()[1] for line in cluster.lines if "says goodbye" in line]
+    assert goodbyes == ["coordinator", *goodbyes[1:]]
+    assert sorted(goodbyes[1:]) == ["decode", "prefill", "prefill"]
+
+
+def test_a_worker_without_a_coordinator_is_not_waited_for_as_long_as_one_with() -> None:
+    cluster = FakeCluster("ignores-sigterm", grace_s=60)
+    cluster.launcher.start()
+    started = time.monotonic()
+    cluster.launcher.stop()
+    assert time.monotonic() - started < ORPHAN_GRACE_S + 3
+    assert not any(is_running(pid) for pid in cluster.pids())
+
+
+def test_a_child_that_ends_while_it_is_started_leaves_no_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(ChildProcess):
+        """Returns from its construction when its child has come, gone, and been told of."""
+
+        def __init__(self, spec: ChildSpec, on_exit: Any, echo: Any) -> None:
+            told = threading.Event()
+
+            def tell(exited: Exited) -> None:
+                on_exit(exited)
+                told.set()
+
+            super().__init__(spec, tell, echo)
+            assert told.wait(10)
+
+    monkeypatch.setattr(local, "ChildProcess", Slow)
+    settings = resolve({"model": "fake"}, environ={})
+    plan = LaunchPlan(settings, "prefill-dies", cores=(), parent_pid=os.getpid())
+    spawner = LocalSpawner(plan, lambda *_: None, MODULES)
+    spawner._inbox = inbox = Inbox()
+    try:
+        spawner.start(WorkerPlace("prefill", "prefill-0", 0), "tcp://127.0.0.1:1")
+        assert spawner._workers == {}
+        assert [type(event) for event in inbox.take()] == [Exited]
+    finally:
+        inbox.close()
 
 
 def test_sigkill_of_the_launcher_leaves_nothing() -> None:
