@@ -60,7 +60,7 @@ class Tokenizer:
         in every completions API. A text that itself begins with BOS gets no second one, so that a
         rendered chat sent as a raw prompt has the chat's ids.
         """
-        ids: list[int] = self._fast.encode(text).ids
+        ids = _encode(self._fast, text)
         if len(ids) > 1 and ids[0] == ids[1] == self._bos_id and self._adds_bos:
             return ids[1:]
         return ids
@@ -86,7 +86,7 @@ class Tokenizer:
         escaped = _map_text(messages, lambda text: special.sub(_marked(mark), text))
         text = self._render(escaped)
         if mark not in text:
-            return list(self._fast.encode(text, add_special_tokens=False).ids)
+            return _encode(self._fast, text, add_special_tokens=False)
         return self._encode_marked(text, mark, special)
 
     def _render(self, messages: Any) -> str:
@@ -119,7 +119,7 @@ class Tokenizer:
 
     def _encode_literally(self, text: str) -> list[int]:
         with self._literal_lock:
-            return list(self._literal.encode(text, add_special_tokens=False).ids)
+            return _encode(self._literal, text, add_special_tokens=False)
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
@@ -241,3 +241,9 @@ def _map_text(value: Any, change: Any) -> Any:
     if isinstance(value, Sequence):
         return [_map_text(item, change) for item in value]
     return value
+
+
+def _encode(fast: tokenizers.Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Ids of a text. As a batch of one, since only that call lets other threads run meanwhile."""
+    (encoding,) = fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from splitserve.settings import RaySettings, ServeSettings
 
 _CALL_TIMEOUT_S = 60.0  # a short call to an actor that runs
+_PROBE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ def connect(settings: RaySettings) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _check_reachable(settings.address)
     try:
         ray.init(settings.address, namespace=settings.namespace, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -49,6 +52,17 @@ def connect(settings: RaySettings) -> None:
             f"can't join Ray at {settings.address}: {error}. Start one with `ray start --head`, or "
             "give --ray-address local. A cluster with token authentication wants RAY_AUTH_TOKEN."
         ) from error
+
+
+def _check_reachable(address: str) -> None:
+    """Raises LaunchError when nobody listens at host:port, which Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()) or "//" in address:
+        return  # "auto", "local", or a form that Ray checks itself
+    try:
+        socket.create_connection((host, int(port)), _PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise LaunchError(f"no Ray at {address}: {error}") from error
 
 
 def up(settings: ServeSettings) -> str:

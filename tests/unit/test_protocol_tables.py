@@ -3,10 +3,14 @@
 import dataclasses
 import re
 import typing
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from splitserve.config import Fingerprint, KVLayout
+from splitserve.request import Sampling, TokenLogprobs
 from splitserve.wire import messages as m
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -17,6 +21,17 @@ SECTIONS = {
     "Prefill → decode (data)": m.PrefillToDecode,
     "Decode → prefill (data)": m.DecodeToPrefill,
 }
+PARTS = (
+    m.Choice,
+    m.TokenRow,
+    m.WorkerFacts,
+    m.WorkerStats,
+    m.Region,
+    KVLayout,
+    Fingerprint,
+    Sampling,
+    TokenLogprobs,
+)
 
 
 def documented(section: str) -> dict[str, list[str]]:
@@ -27,6 +42,12 @@ def documented(section: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_tables_match_the_code(section: str) -> None:
-    members = typing.get_args(SECTIONS[section])
-    expected = {kind.__name__: [f.name for f in dataclasses.fields(kind)] for kind in members}
-    assert documented(section) == expected
+    assert documented(section) == fields_of(typing.get_args(SECTIONS[section]))
+
+
+def test_parts_match_the_code() -> None:
+    assert documented("Parts") == fields_of(PARTS)
+
+
+def fields_of(kinds: Iterable[type[Any]]) -> dict[str, list[str]]:
+    return {kind.__name__: [f.name for f in dataclasses.fields(kind)] for kind in kinds}
