@@ -76,6 +76,7 @@ class Pair:
     arrived: dict[str, bytes] = field(default_factory=dict)
     channels: list[Channel] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
+    memberships: list[Membership] = field(default_factory=list)
 
     def start(self, engine: EngineConfig, chunk: int) -> None:
         for role in ("decode", "prefill"):
@@ -108,6 +109,7 @@ class Pair:
         thread = threading.Thread(target=worker.run, name=role)
         thread.start()
         self.channels.append(channel)
+        self.memberships.append(membership)
         self.threads.append(thread)
 
     def stop(self) -> None:
@@ -115,7 +117,8 @@ class Pair:
             channel.post(TerminationRequested())
             thread.join(10.0)
             assert not thread.is_alive()
-            channel.close()
+        for membership in self.memberships:
+            membership.leave()
 
 
 @pytest.fixture(scope="module")
