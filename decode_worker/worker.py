@@ -260,13 +260,8 @@ class DecodeWorker:
             return f"choice ids {choice_ids[:10]} are none, or not distinct"
         if not 0 < request.num_prompt_tokens <= num_tokens < self._runner.max_model_len:
             return f"{num_tokens} tokens do not fit in max_model_len {self._runner.max_model_len}"
-        biased = [token_id for token_id, _ in request.sampling.logit_bias]
-        if (
-            not 0
-            <= min([*request.token_ids, *biased])
-            <= max([*request.token_ids, *biased])
-            < (self._runner.vocab_size)
-        ):
+        token_ids = [*request.token_ids, *(token_id for token_id, _ in request.sampling.logit_bias)]
+        if min(token_ids) < 0 or max(token_ids) >= self._runner.vocab_size:
             return f"a token id is outside the vocabulary of {self._runner.vocab_size}"
         if self.intake.never_fits(request):
             return f"{num_tokens} tokens never fit in {self.blocks.counts.total} blocks"
