@@ -299,13 +299,16 @@ def test_a_deadline_ends_a_request_on_both_sides(ring: Ring) -> None:
 
 
 def test_drain_finishes_what_is_there_and_takes_nothing_new(ring: Ring) -> None:
-    ring.start_decode(num_blocks=128)
+    runner = ring.start_decode(num_blocks=128)
+    runner.at_full_speed.clear()  # "a" is still here when "b" comes
     ring.start_prefill()
     ring.ask("a", prompt_of(1, 5), max_tokens=300)
     ring.wait_for_tokens("a", 2)
     ring.coordinator.send("decode", m.Drain(EPOCH, 30.0))
+    ring.wait_for(lambda: bool(ring.workers["decode"]._draining), "it drains")
     ring.ask("b", prompt_of(2, 5))
+    ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "b is refused")
+    runner.at_full_speed.set()
     ring.wait_for_tokens("a", 300)
     assert ring.tokens("a") == answer(prompt_of(1, 5), 1, 300)
-    ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "b is refused")
     assert "draining" in ring.coordinator.of(m.Failed)[0].reason
