@@ -39,11 +39,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
-def test_every_module_is_in_the_wheel(installed: Path) -> None:
-    for package in PACKAGES:
-        ours = {path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py")}
-        theirs = {path.relative_to(installed) for path in (installed / package).rglob("*.py")}
-        assert ours == theirs
+@pytest.mark.parametrize("pattern", ["*.py", "*.cpp"])
+def test_every_source_file_is_in_the_wheel(installed: Path, pattern: str) -> None:
+    ours, theirs = (
+        {path.relative_to(root) for package in PACKAGES for path in (root / package).rglob(pattern)}
+        for root in (ROOT, installed)
+    )
+    assert ours == theirs and ours
 
 
 def test_roles_are_found_without_the_source_tree(installed: Path) -> None:

@@ -20,8 +20,9 @@ def _make_reference(shape: AttentionShape, dtype: torch.dtype) -> AttentionBacke
 
 def _make_cpu(shape: AttentionShape, dtype: torch.dtype) -> AttentionBackend:
     from splitserve.engine.attention.cpu import CpuAttention
+    from splitserve.engine.attention.paged_decode import PagedDecodeKernel
 
-    return CpuAttention(shape, dtype)
+    return CpuAttention(shape, dtype, PagedDecodeKernel.load(shape, dtype))
 
 
 BACKENDS: dict[str, Maker] = {"reference": _make_reference, "cpu": _make_cpu}

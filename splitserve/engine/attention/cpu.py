@@ -1,9 +1,10 @@
 """Attention on CPU, vectorized over the batch: no loop over sequences in any layer.
 
-Decode rows (one query). A context is cut into parts of about 64 tokens, and each (row, part) pair
-is one matrix of a batched matmul, so nothing is padded by more than a part. Every matrix has the
-same shape whatever else is in the batch, and a row's parts are added in order: a row's numbers do
-not depend on its batch-mates. (The cut is that of "Flash-Decoding", Dao et al. 2023; the softmax
+Decode rows (one query) go to the C++ kernel, which reads the blocks in place (paged_decode.cpp).
+Where it can't be compiled, a context is cut into parts of about 64 tokens, and each (row, part)
+pair is one matrix of a batched matmul, so nothing is padded by more than a part. Every matrix has
+the same shape whatever else is in the batch, and a row's parts are added in order: a row's numbers
+do not depend on its batch-mates. (The cut is that of "Flash-Decoding", Dao et al. 2023; the softmax
 here runs over the whole row at once, since scores are small.)
 
     row 0, 150 tokens   [part 0][part 1][part 2]     scores   [0][1][2][-inf]
@@ -17,7 +18,7 @@ batch-mate's: torch picks its tiles by size, and other tiles give other rounding
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitserve.engine.attention.base import AttentionBackend, AttentionPlan, AttentionShape
+from splitserve.engine.attention.paged_decode import PagedDecodeGroup, PagedDecodeKernel
 from splitserve.engine.batch import Batch, Ints
 
 _PART_TOKENS = 64
@@ -36,22 +38,31 @@ _QUERY_STEP, _CONTEXT_STEP = 32, 64  # what prefill sizes are rounded up to
 
 
 class CpuAttention(AttentionBackend):
-    """Owns the memory that gathered keys and values go through. One batch at a time."""
+    """Owns the memory that gathered keys and values go through. One batch at a time.
 
-    def __init__(self, shape: AttentionShape, dtype: torch.dtype) -> None:
+    Without a `kernel` for them, decode rows are computed in plain torch.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, dtype: torch.dtype, kernel: PagedDecodeKernel | None
+    ) -> None:
         self._shape = shape
         self._dtype = dtype
+        self._kernel = kernel
         self._gathered = torch.empty(2, 0, dtype=dtype)
 
     def plan(self, batch: Batch) -> AttentionPlan:
         single = batch.query_lens == 1
-        groups: list[_Group] = [
-            _DecodeGroup(self, batch, rows)
-            for rows in _decode_groups(np.flatnonzero(single), batch, _part_blocks(batch))
-        ]
+        groups = self._decode_groups(np.flatnonzero(single), batch)
         for rows in _prefill_groups(np.flatnonzero(~single), batch):
             groups.append(_PrefillGroup(self, batch, rows))
         return _CpuPlan(groups, int(batch.query_starts[-1]))
+
+    def _decode_groups(self, rows: Ints, batch: Batch) -> list[_Group]:
+        if self._kernel is None:
+            groups = _decode_groups(rows, batch, _part_blocks(batch))
+            return [_DecodeGroup(self, batch, group) for group in groups]
+        return [PagedDecodeGroup(self._kernel, batch, rows)] if len(rows) else []
 
     @property
     def shape(self) -> AttentionShape:
@@ -89,13 +100,12 @@ class CpuAttention(AttentionBackend):
         return _tensor(tokens * self._shape.num_kv_heads + heads).view(-1)
 
 
-class _Group:
+class _Group(Protocol):
     """Sequences computed together. `token_rows` says where in the batch the results belong."""
 
     token_rows: Tensor
 
-    def attend(self, query: Tensor, layer_kv: Tensor) -> Tensor:
-        raise NotImplementedError
+    def attend(self, query: Tensor, layer_kv: Tensor) -> Tensor: ...
 
 
 class _CpuPlan(AttentionPlan):
@@ -113,7 +123,7 @@ class _CpuPlan(AttentionPlan):
 
 
 class _DecodeGroup(_Group):
-    """Rows with one query each, cut into parts."""
+    """Rows with one query each, cut into parts: plain torch, where the kernel is missing."""
 
     def __init__(self, backend: CpuAttention, batch: Batch, rows: Ints) -> None:
         self._backend = backend

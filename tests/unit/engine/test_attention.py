@@ -1,7 +1,8 @@
-"""The fast backend against the plain one, on random keys and values."""
+"""The fast backend, with its kernel and without, against the plain one."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -9,12 +10,16 @@ import torch
 from torch import Tensor
 
 from splitserve.engine.attention import make_attention
-from splitserve.engine.attention.base import AttentionShape, write_kv
+from splitserve.engine.attention.base import AttentionBackend, AttentionShape, write_kv
+from splitserve.engine.attention.cpu import CpuAttention
+from splitserve.engine.attention.paged_decode import PagedDecodeKernel
 from splitserve.engine.batch import Batch, Chunk, build_batch
 from splitserve.errors import ConfigError
 from tests.unit.engine.sequences import Prompts
 
 NUM_BLOCKS = 800
+FAST = pytest.mark.parametrize("fast", ["cpu", "cpu without kernel"])
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,14 @@ def queries(case: Case, batch: Batch) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(2)).to(case.dtype)
 
 
+def backend_of(name: str, case: Case) -> AttentionBackend:
+    if name == "cpu without kernel":
+        return CpuAttention(case.shape, case.dtype, None)
+    return make_attention(name, case.shape, case.dtype)
+
+
 def attend(name: str, case: Case, batch: Batch, query: Tensor) -> Tensor:
-    backend = make_attention(name, case.shape, case.dtype)
+    backend = backend_of(name, case)
     with torch.inference_mode():
         return backend.plan(batch).attend(query, layer(case))
 
@@ -62,29 +73,70 @@ MIXES: list[tuple[tuple[int, int], ...]] = [
 @pytest.mark.parametrize("spans", MIXES, ids=range(len(MIXES)))
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["grouped", "ungrouped"])
 @pytest.mark.parametrize("block_size", [16, 5, 100])
+@FAST
 def test_cpu_equals_reference(
-    shape: AttentionShape, block_size: int, spans: tuple[tuple[int, int], ...]
+    fast: str, shape: AttentionShape, block_size: int, spans: tuple[tuple[int, int], ...]
 ) -> None:
     case = Case(shape, torch.float32, block_size, spans)
     batch = batch_of(case, Prompts(NUM_BLOCKS, block_size))
     query = queries(case, batch)
-    fast, plain = (attend(name, case, batch, query) for name in ("cpu", "reference"))
-    assert fast.shape == (len(query), shape.num_heads * shape.head_dim)
-    torch.testing.assert_close(fast, plain, rtol=0, atol=2e-6)
+    result, plain = (attend(name, case, batch, query) for name in (fast, "reference"))
+    assert result.shape == (len(query), shape.num_heads * shape.head_dim)
+    torch.testing.assert_close(result, plain, rtol=0, atol=2e-6)
 
 
-def test_bfloat16_is_near_reference() -> None:
+@FAST
+def test_bfloat16_is_near_reference(fast: str) -> None:
     case = Case(SMALL, torch.bfloat16, 16, MIXES[4])
     batch = batch_of(case, Prompts(NUM_BLOCKS))
     query = queries(case, batch)
-    fast, plain = (attend(name, case, batch, query) for name in ("cpu", "reference"))
-    torch.testing.assert_close(fast.float(), plain.float(), rtol=0, atol=0.02)
+    result, plain = (attend(name, case, batch, query) for name in (fast, "reference"))
+    torch.testing.assert_close(result.float(), plain.float(), rtol=0, atol=0.02)
+
+
+@needs_compiler
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
+def test_the_kernel_equals_reference_for_every_shape(head_dim: int, group: int) -> None:
+    """Within one rounding to bfloat16 of f32 attention over the same numbers."""
+    shape = AttentionShape(2 * group, 2, head_dim, head_dim**-0.5)
+    assert PagedDecodeKernel.load(shape, torch.bfloat16) is not None
+    case = Case(shape, torch.bfloat16, 16, ((299, 300), (15, 16), (128, 129), (0, 1)))
+    batch = batch_of(case, Prompts(NUM_BLOCKS))
+    query = queries(case, batch) * 4  # scores far apart
+    result, plain = (attend(name, case, batch, query) for name in ("cpu", "reference"))
+    torch.testing.assert_close(result.float(), plain.float(), rtol=2**-7, atol=1e-5)
+
+
+@needs_compiler
+def test_shapes_that_the_kernel_has_no_code_for_go_without_it() -> None:
+    shape = AttentionShape(4, 2, 24, 24**-0.5)
+    assert PagedDecodeKernel.load(shape, torch.float32) is None
+    case = Case(shape, torch.float32, 16, ((40, 41), (7, 8)))
+    batch = batch_of(case, Prompts(NUM_BLOCKS))
+    query = queries(case, batch)
+    result, plain = (attend(name, case, batch, query) for name in ("cpu", "reference"))
+    torch.testing.assert_close(result, plain, rtol=0, atol=2e-6)
+
+
+@FAST
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_what_is_not_a_number_stays_in_its_row(fast: str, value: float) -> None:
+    case = Case(SMALL, torch.float32, 16, ((300, 301), (20, 21), (140, 141)))
+    batch = batch_of(case, Prompts(NUM_BLOCKS))
+    query = queries(case, batch)
+    healthy = attend(fast, case, batch, query)
+    query[1] = value
+    result = attend(fast, case, batch, query)
+    assert result[1].isnan().any()
+    assert torch.equal(result[[0, 2]], healthy[[0, 2]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=["grouped", "ungrouped"])
+@FAST
 def test_a_decode_row_does_not_depend_on_its_batch_mates(
-    shape: AttentionShape, dtype: torch.dtype
+    fast: str, shape: AttentionShape, dtype: torch.dtype
 ) -> None:
     """Bit for bit: alone, among equals, beside a much longer row, beside prefill chunks."""
     query = torch.randn(1, shape.num_heads, shape.head_dim).to(dtype)
@@ -94,7 +146,7 @@ def test_a_decode_row_does_not_depend_on_its_batch_mates(
         batch = batch_of(case, Prompts(NUM_BLOCKS))  # the first row gets the same blocks each time
         rows = queries(case, batch)
         rows[0] = query[0]
-        results.append(attend("cpu", case, batch, rows)[0])
+        results.append(attend(fast, case, batch, rows)[0])
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -114,12 +166,13 @@ def test_a_prefill_chunk_does_not_depend_on_its_batch_mates(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_what_lies_behind_a_sequence_does_not_matter() -> None:
+@FAST
+def test_what_lies_behind_a_sequence_does_not_matter(fast: str) -> None:
     """A stale block tail and other sequences' blocks may hold anything that is a number."""
     case = Case(SMALL, torch.float32, 16, ((20, 21), (0, 30)))
     batch = batch_of(case, Prompts(NUM_BLOCKS))
     query = queries(case, batch)
-    backend = make_attention("cpu", case.shape, case.dtype)
+    backend = backend_of(fast, case)
     kv = layer(case)
     before = backend.plan(batch).attend(query, kv)
     seen = torch.zeros(NUM_BLOCKS * 16, dtype=torch.bool)
