@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from coordinator.pools import Launch
+from coordinator.pools import Launch, Lineage
 from coordinator.registry import Worker
 from coordinator.state import State
 from splitserve.config import CoordinatorConfig
@@ -28,16 +28,18 @@ def cluster_view(state: State, config: CoordinatorConfig, pid: int, now: float) 
             "epoch": state.settings.epoch,
             "pid": pid,
             "ready": state.ready,
-            "num_requests_in_flight": requests.num_in_flight,
+            "num_requests_in_flight": requests.legs.num_in_flight,
             "num_requests_waiting": len(requests.line),
             "num_local_prefills": state.dispatcher.num_local_prefills,
             "num_wasted_tokens": requests.num_wasted_tokens,
+            "num_restarts": requests.num_restarts,
             "limits": None if limits is None else dataclasses.asdict(limits),
         },
         "workers": [
             *(_worker(worker, now) for worker in workers),
             *(_starting(launch) for launch in unborn),
         ],
+        "failures": [_failure(lineage) for lineage in state.pools.failed],
     }
 
 
@@ -45,7 +47,7 @@ def cluster_sample(state: State, num_protocol_errors: int) -> ClusterSample:
     """What a scrape of GET /metrics reads."""
     return ClusterSample(
         workers=[WorkerSample(w.worker_id, w.role, w.stats) for w in state.registry.alive()],
-        num_requests_in_flight=state.requests.num_in_flight,
+        num_requests_in_flight=state.requests.legs.num_in_flight,
         num_requests_waiting=len(state.requests.line),
         num_local_prefills=state.dispatcher.num_local_prefills,
         num_wasted_tokens=state.requests.num_wasted_tokens,
@@ -66,6 +68,18 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
         "heartbeat_age_s": round(max(0.0, now - worker.heartbeat_at), 3),
         "reason": worker.death or None,
         **dataclasses.asdict(worker.stats),
+    }
+
+
+def _failure(lineage: Lineage) -> dict[str, Any]:
+    """The first death of a worker's process, and what became of it."""
+    return {
+        "launch_id": lineage.first_launch_id,
+        "role": lineage.role,
+        "reason": lineage.reason,
+        "last_lines": lineage.last_lines,
+        "num_failures": lineage.num_failures,
+        "given_up": lineage.given_up,
     }
 
 

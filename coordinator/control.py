@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 class Control:
     """Owns the ROUTER, on the running event loop. Sending never waits."""
 
-    def __init__(self, host: str, keys: CurveKeys | None, advertise_host: str | None) -> None:
-        """Bind to a port the kernel picks. Raises ConfigError when that can't be."""
+    def __init__(
+        self, host: str, keys: CurveKeys | None, advertise_host: str | None, port: int = 0
+    ) -> None:
+        """Bind to a port, 0: one the kernel picks. Raises ConfigError when that can't be."""
         check_bind(host, keys)
         self.num_protocol_errors = 0
         self.has_more = False  # the last `receive` left messages for the next one
@@ -38,7 +40,7 @@ class Control:
         self._authenticator = None if keys is None else authenticate_asyncio(self._context, keys)
         self._socket = _router(self._context, keys)
         try:
-            port = _bind(self._socket, host)
+            port = _bind(self._socket, host, port)
         except (OSError, zmq.ZMQError) as error:
             self.close()
             raise ConfigError(f"can't bind the control socket to {host}: {error}") from error
@@ -117,11 +119,11 @@ def _outcome(future: Any) -> tuple[BaseException | None, Any]:
     return error, None if error is not None else future.result()
 
 
-def _bind(socket: zmq.asyncio.Socket, host: str) -> int:
-    """Bind to a port the kernel picks, and return it."""
+def _bind(socket: zmq.asyncio.Socket, host: str, port: int) -> int:
+    """Bind to a port, 0: one the kernel picks; the port that was bound."""
     family, _, _, _, address = os_socket.getaddrinfo(host, 0, type=os_socket.SOCK_STREAM)[0]
     socket.ipv6 = family == os_socket.AF_INET6
-    socket.bind(f"tcp://{_bracketed(str(address[0]))}:*")
+    socket.bind(f"tcp://{_bracketed(str(address[0]))}:{port or '*'}")
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 

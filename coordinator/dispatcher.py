@@ -1,13 +1,13 @@
-"""Sends a request to the workers that have room for it. Pure."""
+"""Sends legs of requests to the workers that have room for them. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coordinator.events import NewRequest, Send
+from coordinator.events import Send
 from coordinator.registry import Registry, Worker
 from coordinator.router import Router
-from coordinator.tracked import Load, Tracked
+from coordinator.tracked import Leg, Load
 from coordinator.windows import has_room_for_both, has_room_to_decode, has_room_to_prefill
 from splitserve.wire import messages as m
 
@@ -15,7 +15,8 @@ from splitserve.wire import messages as m
 class Dispatcher:
     """Owns the choice of a (prefill, decode) pair.
 
-    With no prefill worker alive, or none wanted, the decode worker computes the prompt itself.
+    With no prefill worker alive, or none wanted, the decode worker computes the prompt itself; so
+    it does with one that has grown, by what was delivered, beyond what prefill workers take.
     """
 
     def __init__(
@@ -27,54 +28,64 @@ class Dispatcher:
         self._router = router
         self._stall_timeout_s = stall_timeout_s
 
-    def place(self, tracked: Tracked, loads: Mapping[str, Load], now: float) -> Send | None:
-        """The order that starts a request, or None while nobody has room for it."""
-        pair = self._choose(tracked.request, loads)
-        return None if pair is None else self._start(tracked, *pair, now)
-
-    def forget(self, worker_id: str) -> None:
-        self._router.forget(worker_id)
-
-    def _choose(
-        self, request: NewRequest, loads: Mapping[str, Load]
-    ) -> tuple[Worker | None, Worker] | None:
-        prefill = self._registry.takers("prefill")
+    def place(self, leg: Leg, loads: Mapping[str, Load], now: float) -> Send | None:
+        """The order that starts a leg, or None while nobody has room for it."""
+        prefill = self._prefillers(leg)
         has_room = has_room_to_decode if prefill else has_room_for_both
         decoders = [
             w
             for w in self._registry.takers("decode")
-            if has_room(w.facts, loads.get(w.worker_id, Load()), request)
+            if has_room(w.facts, loads.get(w.worker_id, Load()), leg)
         ]
         prefillers = [
-            w
-            for w in prefill
-            if has_room_to_prefill(w.facts, loads.get(w.worker_id, Load()), request)
+            w for w in prefill if has_room_to_prefill(w.facts, loads.get(w.worker_id, Load()), leg)
         ]
-        if not decoders or (prefill and not prefillers):
+        decoder = self._choose(leg, decoders, loads)
+        if decoder is None or (prefill and not prefillers):
             return None
-        decoder = self._router.choose(decoders, loads)
-        assert decoder is not None
-        return self._router.choose(prefillers, loads), decoder
+        return self._start(leg, self._choose(leg, prefillers, loads), decoder, now)
 
-    def _start(
-        self, tracked: Tracked, prefiller: Worker | None, decoder: Worker, now: float
-    ) -> Send:
+    def other_decoder(self, leg: Leg, loads: Mapping[str, Load]) -> Worker | None:
+        """Another decode worker with room for a prompt whose KV is kept; None: none has."""
+        decoders = [
+            w
+            for w in self._registry.takers("decode")
+            if w.worker_id != leg.decode_worker_id
+            and has_room_to_decode(w.facts, loads.get(w.worker_id, Load()), leg)
+        ]
+        return self._choose(leg, decoders, loads)
+
+    def forget(self, worker_id: str) -> None:
+        self._router.forget(worker_id)
+
+    def _prefillers(self, leg: Leg) -> list[Worker]:
+        limits = self._registry.limits
+        if limits is not None and len(leg.token_ids) > limits.max_prompt_tokens:
+            return []
+        return self._registry.takers("prefill")
+
+    def _choose(self, leg: Leg, workers: list[Worker], loads: Mapping[str, Load]) -> Worker | None:
+        """Where it failed before it goes again only if there is no one else."""
+        others = [w for w in workers if w.worker_id not in leg.failed_at]
+        return self._router.choose(others or workers, loads)
+
+    def _start(self, leg: Leg, prefiller: Worker | None, decoder: Worker, now: float) -> Send:
         first = prefiller or decoder
-        tracked.phases[decoder.worker_id] = "awaiting"
-        tracked.phases[first.worker_id] = "prefilling"
+        leg.phases[decoder.worker_id] = "awaiting"
+        leg.phases[first.worker_id] = "prefilling"
+        leg.prefill_worker_id, leg.decode_worker_id = first.worker_id, decoder.worker_id
         self.num_local_prefills += prefiller is None
-        timeline = tracked.timeline
-        timeline.dispatched_at = now
-        timeline.prefill_worker_id = first.worker_id
-        timeline.decode_worker_id = decoder.worker_id
-        request = tracked.request
+        tracked, request = leg.tracked, leg.tracked.request
+        tracked.timeline.dispatched_at = now
+        tracked.timeline.prefill_worker_id = first.worker_id
+        tracked.timeline.decode_worker_id = decoder.worker_id
         message = m.Prefill(
-            request.request_id,
-            tracked.attempt,
+            leg.leg_id,
+            leg.attempt,
             self._epoch,
-            (*request.token_ids, *tracked.delivered),
+            leg.token_ids,
             len(request.token_ids),
-            request.choices,
+            tuple(choice for choice in request.choices if choice.choice_id in leg.choice_ids),
             request.sampling,
             deadline_s=tracked.deadline - now,
             stall_timeout_s=self._stall_timeout_s,

@@ -1,8 +1,9 @@
 """The life of the cluster's processes. Pure: messages, commands and time in, actions out.
 
-Start ─► (starting) ─Hello, Welcome─► ready ─scale─► draining ─idle─► Drain, Stop ─► gone
-             │                          │               │
-             └──── ProcessExited, silence, a stuck loop ┴─────────────────────────► dead
+Start ─► (starting) ─Hello, Welcome─► ready ─scale, SIGTERM─► draining ─idle─► Drain, Stop ─► gone
+   ▲         │                          │               │
+   │         └──── ProcessExited, silence, a stuck loop ┴─────────────────────────────► dead
+   └────────────────────────────────── after a while ────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import logging
 from coordinator.events import Action, Send
 from coordinator.pools import Launch, Pools
 from coordinator.registry import Registry, Worker
+from splitserve.config import Role
 from splitserve.wire import messages as m
 
 STOP_GRACE_S = 30.0
+# An adopted worker says Hello between two steps.
+HELLO_GRACE_S = 60.0
 HEARTBEAT_SUFFIX = "/heartbeat"  # behind the worker_id: the identity of its heartbeat's socket
 
 log = logging.getLogger(__name__)
@@ -23,23 +27,33 @@ log = logging.getLogger(__name__)
 class Members:
     """Owns who belongs to this coordinator's life (`epoch`), and the way to the launcher."""
 
-    def __init__(self, epoch: str, registry: Registry, pools: Pools, drain_s: float) -> None:
-        """`drain_s`: how long a draining worker may keep its requests."""
+    def __init__(
+        self, epoch: str, registry: Registry, pools: Pools, drain_s: float, successor: bool
+    ) -> None:
+        """`drain_s`: how long a draining worker may keep its requests.
+
+        A `successor` finds workers running, and takes over when those it can find are back.
+        """
         self.registry = registry
         self.pools = pools
         self.started = False  # every worker asked for at the start was ready once
         self._epoch = epoch
         self._drain_s = drain_s
+        self._successor = successor
         self._launcher: bytes | None = None
         self._base_url: str | None = None
         self._told_ready = False
+        self._to_replace: list[str] = []  # worker_ids, in the order of a rolling restart
 
     # -- joining ------------------------------------------------------------------------------
 
     def hello(self, identity: bytes, hello: m.Hello, now: float) -> list[Action]:
         """A process introduces itself."""
         if hello.role == "launcher":
-            return self._launcher_came(identity, hello)
+            return self._launcher_came(identity, hello, now)
+        known = self.registry.by_identity(identity)
+        if known is not None and known.worker_id == hello.worker_id:
+            return [Send(identity, m.Welcome(self._epoch, hello.held))]  # it asks again
         if refusal := self.registry.refusal(hello):
             log.warning("refused a worker: %s", refusal)
             return [Send(identity, m.Reject(refusal))]
@@ -51,18 +65,24 @@ class Members:
             self._start_draining(worker, now)
         return [*actions, *self._check_complete()]
 
-    def _launcher_came(self, identity: bytes, hello: m.Hello) -> list[Action]:
+    def _launcher_came(self, identity: bytes, hello: m.Hello, now: float) -> list[Action]:
         if self._launcher not in (None, identity):
             log.warning("refused a second launcher, %s", hello.worker_id)
             return [Send(identity, m.Reject("this cluster has a launcher already"))]
         self._launcher = identity
         self._told_ready = False
         self.pools.forget_unborn(self.registry.alive())
+        self.pools.adopt(hello.launches, now + HELLO_GRACE_S)
         return [
             Send(identity, m.Welcome(self._epoch)),
-            *self._start_missing(),
+            self._tell_targets(identity),
+            *self._start_missing(now),
             *self._check_complete(),
         ]
+
+    def _tell_targets(self, launcher: bytes) -> Send:
+        targets = self.pools.targets
+        return Send(launcher, m.Targets(targets["prefill"], targets["decode"]))
 
     def launcher_vanished(self, identity: bytes) -> None:
         """Nobody is connected under that identity: if it was the launcher's, another may come."""
@@ -74,7 +94,7 @@ class Members:
         return self._check_complete()
 
     def _check_complete(self) -> list[Action]:
-        if not self.started and self.pools.complete(self.registry.alive()):
+        if not self.started and self._is_complete():
             self.started = True
             self.registry.fix_limits()
             if limits := self.registry.limits:
@@ -85,83 +105,162 @@ class Members:
         self._told_ready = True
         return [Send(self._launcher, m.Ready(self._epoch, self._base_url))]
 
+    def _is_complete(self) -> bool:
+        alive = self.registry.alive()
+        if self.pools.complete(alive):
+            return True
+        # Some may have died with the one before: those that live are enough to go on with.
+        found_all = self._launcher is not None and not self.pools.awaited(alive)
+        return self._successor and found_all and bool(self.registry.takers("decode"))
+
     # -- living -------------------------------------------------------------------------------
 
     def heartbeat(self, identity: bytes, heartbeat: m.Heartbeat, now: float) -> list[Action]:
-        """Only living members of this epoch are answered: the others learn that we went on."""
-        own_socket = identity == (heartbeat.worker_id + HEARTBEAT_SUFFIX).encode()
-        if not own_socket or heartbeat.epoch != self._epoch:
-            return []
-        if not self.registry.heard(heartbeat, now):
-            return []
-        return [Send(identity, m.HeartbeatAck(self._epoch))]
+        """Living members of this epoch are answered, and those of another: they learn of this one.
 
-    def bury(self, worker: Worker, reason: str) -> list[Action]:
-        """A worker is dead to us; its process, if it still exists, is killed by the launcher."""
+        The dead are not: they learn that we went on.
+        """
+        ack = Send(identity, m.HeartbeatAck(self._epoch))
+        if identity == self._launcher:
+            return [ack]
+        if identity != (heartbeat.worker_id + HEARTBEAT_SUFFIX).encode():
+            return []
+        if heartbeat.epoch != self._epoch:
+            return [ack]
+        worker = self.registry.heard(heartbeat, now)
+        if worker is None:
+            return []
+        if heartbeat.draining and worker.state == "ready":
+            log.info("%s was told to stop by somebody else", worker.worker_id)
+            if launch := self.pools.launches.get(worker.launch_id):
+                self.pools.lost(launch, "it was told to stop by somebody else", now)
+            self._start_draining(worker, now)
+        return [ack]
+
+    def bury(self, worker: Worker, reason: str, now: float, *, reaped: bool) -> list[Action]:
+        """A worker is dead to us; its process, unless it was reaped, is killed by the launcher."""
         log.warning("%s worker %s is dead: %s", worker.role, worker.worker_id, reason)
         self.registry.bury(worker, reason)
-        launch = self.pools.launches.get(worker.launch_id)
-        return [] if launch is None else self._stop(launch, grace_s=0.0)
+        actions = self.peer_gone(worker, reaped)
+        if launch := self.pools.launches.get(worker.launch_id):
+            self.pools.lost(launch, reason, now)
+            actions += self._stop(launch, grace_s=0.0)
+        return actions
 
-    def exited(self, identity: bytes, exited: m.ProcessExited) -> tuple[Worker, str] | None:
-        """A process is gone; the worker that died with it, and why, if it was alive to us.
+    def exited(
+        self, identity: bytes, exited: m.ProcessExited, now: float
+    ) -> tuple[Worker | None, str]:
+        """A process is gone: the worker that died with it, if it was alive to us, and why.
 
         Only the launcher is believed.
         """
+        reason = f"its process (pid {exited.pid}) exited with code {exited.exit_code}"
         if identity != self._launcher:
             log.warning("dropped ProcessExited of %s: not from the launcher", exited.launch_id)
-            return None
-        launch = self.pools.launches.pop(exited.launch_id, None)
+            return None, reason
+        launch = self.pools.launches.get(exited.launch_id)
         worker = next((w for w in self.registry.alive() if w.launch_id == exited.launch_id), None)
-        if worker is None:
-            if launch is not None and not launch.stopping:
-                log.warning(
-                    "%s exited with code %d before it was ready: %s",
-                    exited.launch_id,
-                    exited.exit_code,
-                    exited.last_lines,
-                )
-            return None
-        return worker, f"its process (pid {exited.pid}) exited with code {exited.exit_code}"
+        if launch is not None and not launch.stopping:
+            if worker is None:
+                text = "%s exited with code %d before it was ready: %s"
+                log.warning(text, exited.launch_id, exited.exit_code, exited.last_lines)
+            if launch.replaces is not None:
+                log.error("the rolling restart ends here: %s %s", exited.launch_id, reason)
+                self._to_replace.clear()
+            self.pools.lost(launch, reason, now)
+        self.pools.exited(exited.launch_id, exited.last_lines)
+        return worker, reason
+
+    def reaped(self, launch_id: str) -> list[Action]:
+        """A worker that had been declared dead can't write any more."""
+        dead = [w for w in self.registry.workers.values() if w.launch_id == launch_id]
+        gone = [w for w in dead if w.state == "dead"]
+        return [action for w in gone for action in self.peer_gone(w, reaped=True)]
+
+    def peer_gone(self, worker: Worker, reaped: bool) -> list[Action]:
+        message = m.PeerGone(worker.worker_id, self._epoch, reaped)
+        return [Send(w.identity, message) for w in self.registry.alive() if w is not worker]
 
     # -- scaling ------------------------------------------------------------------------------
 
     def scale(self, prefill: int, decode: int, now: float) -> list[Action]:
         """Change the targets. Raises InvalidRequestError; then nothing has changed."""
         self.pools.retarget(prefill, decode)
+        self._to_replace.clear()
         actions: list[Action] = []
         for extra in self.pools.surplus(self.registry.alive()):
             if isinstance(extra, Launch):
                 actions += self._stop(extra, grace_s=STOP_GRACE_S)
             else:
                 self._start_draining(extra, now)
-        return [*actions, *self._start_missing(), *self._check_complete()]
+        if self._launcher is not None:
+            actions.append(self._tell_targets(self._launcher))
+        return [*actions, *self._start_missing(now), *self._check_complete()]
 
-    def drain(self, busy: set[str], now: float) -> list[Action]:
-        """Let draining workers go that hold no request any more, or have had their time.
+    def restart(self, role: Role) -> list[str]:
+        """Replace every worker of a pool, one after the other; their worker_ids."""
+        replaced = [w.worker_id for w in self.registry.takers(role)]
+        self._to_replace += [one for one in replaced if one not in self._to_replace]
+        return replaced
+
+    def settle(self, now: float) -> list[Action]:
+        """What any event may have made due: restarts, and the next step of a rolling one."""
+        actions: list[Action] = []
+        for launch in self.pools.overdue(self.registry.alive(), now):
+            self.pools.lost(launch, "it did not come back to the new coordinator", now)
+            actions += self._stop(launch, grace_s=0.0)
+        if not (self.started or self._successor):
+            return actions  # the launcher ends a start that fails
+        actions += [*self._check_complete(), *self._start_missing(now)]
+        return [*actions, *self._replace_next(now)]
+
+    def _replace_next(self, now: float) -> list[Action]:
+        """One at a time: the replacement starts first, and when it is ready the old one leaves."""
+        while self._to_replace and self._launcher is not None:
+            worker = self.registry.workers.get(self._to_replace[0])
+            if worker is None or worker.state == "dead":
+                self._to_replace.pop(0)
+                continue
+            if worker.state == "draining":
+                return []
+            launches = self.pools.launches.values()
+            launch = next((x for x in launches if x.replaces == worker.worker_id), None)
+            if launch is None:
+                launch = self.pools.start_replacement(worker)
+                return [Send(self._launcher, m.Start(launch.launch_id, launch.role))]
+            ready = {w.launch_id for w in self.registry.takers(worker.role)}
+            if launch.launch_id in ready:
+                launch.replaces = None
+                self._start_draining(worker, now)
+            return []
+        return []
+
+    def overdue(self, now: float) -> list[Worker]:
+        """Draining workers that have had their time and still hold requests."""
+        alive = self.registry.alive()
+        return [w for w in alive if w.drain_by is not None and w.drain_by <= now]
+
+    def drain(self, busy: set[str]) -> list[Action]:
+        """Let draining workers go that hold no request any more.
 
         A worker hears Drain only when nothing that was routed to it can still arrive.
         """
         actions: list[Action] = []
         for worker in self.registry.alive():
-            if worker.drain_by is None or worker.told_to_stop:
+            if worker.drain_by is None or worker.told_to_stop or worker.worker_id in busy:
                 continue
-            if worker.worker_id not in busy or worker.drain_by <= now:
-                worker.told_to_stop = True
-                actions.append(Send(worker.identity, m.Drain(self._epoch, STOP_GRACE_S)))
-                launch = self.pools.launches.get(worker.launch_id)
-                actions += [] if launch is None else self._stop(launch, STOP_GRACE_S)
+            worker.told_to_stop = True
+            actions.append(Send(worker.identity, m.Drain(self._epoch, STOP_GRACE_S)))
+            launch = self.pools.launches.get(worker.launch_id)
+            actions += [] if launch is None else self._stop(launch, STOP_GRACE_S)
         return actions
 
     def due(self) -> float | None:
         """When there is something to do without a message."""
-        drains = [
-            w.drain_by
-            for w in self.registry.alive()
-            if w.drain_by is not None and not w.told_to_stop
-        ]
-        silent = self.registry.due()
-        return min(drains if silent is None else [silent, *drains], default=None)
+        alive = self.registry.alive()
+        drains = [w.drain_by for w in alive if w.drain_by is not None and not w.told_to_stop]
+        others = (self.registry.due(), self.pools.due(alive))
+        return min([*drains, *(due for due in others if due is not None)], default=None)
 
     def _start_draining(self, worker: Worker, now: float) -> None:
         worker.state = "draining"
@@ -169,10 +268,10 @@ class Members:
         if launch := self.pools.launches.get(worker.launch_id):
             launch.stopping = True
 
-    def _start_missing(self) -> list[Action]:
+    def _start_missing(self, now: float) -> list[Action]:
         if self._launcher is None:
             return []
-        launches = self.pools.start_missing(self.registry.alive())
+        launches = self.pools.start_missing(self.registry.alive(), now)
         return [Send(self._launcher, m.Start(one.launch_id, one.role)) for one in launches]
 
     def _stop(self, launch: Launch, grace_s: float) -> list[Action]:

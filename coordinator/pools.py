@@ -1,13 +1,38 @@
-"""How many workers there should be, and the processes the launcher was asked to run for it."""
+"""How many workers there should be, and the processes the launcher was asked to run for it.
+
+A *lineage* is a wanted worker over the restarts of its process. Pure: the clock is an argument.
+
+    Launch ── dies ──► Restart, after a wait that doubles ──► Launch ── ... too often ──► given up
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coordinator.registry import Worker
 from splitserve.config import MAX_WORKERS, ROLES, Role
 from splitserve.errors import InvalidRequestError
+from splitserve.restarts import RestartPolicy
+from splitserve.wire.messages import Launched
+
+MAX_FAILED_SHOWN = 8
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Lineage:
+    """One wanted worker. Its first failure is kept: later ones often only follow from it."""
+
+    role: Role
+    policy: RestartPolicy
+    num_failures: int = 0
+    first_launch_id: str = ""  # the one that failed first
+    reason: str = ""
+    last_lines: str = ""
+    given_up: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -17,19 +42,33 @@ class Launch:
     launch_id: str
     role: Role
     order: int
-    stopping: bool = False
+    lineage: Lineage
+    stopping: bool = False  # it was told to stop, or is replaced
+    replaces: str | None = None  # a worker_id: in a rolling restart
+    hello_by: float | None = None  # it ran before this coordinator did, and has to say Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A launch that waits for its time."""
+
+    due: float
+    lineage: Lineage
 
 
 class Pools:
-    """Owns the target counts and the launches."""
+    """Owns the target counts, the launches, and the restarts to come."""
 
-    def __init__(self, num_prefill: int, num_decode: int) -> None:
+    def __init__(self, num_prefill: int, num_decode: int, max_restarts: int = 5) -> None:
         self.targets: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode}
         self.launches: dict[str, Launch] = {}
+        self.failed: list[Lineage] = []  # those with a failure, the latest last
+        self._max_restarts = max_restarts
+        self._restarts: list[Restart] = []
         self._num_launched: dict[Role, int] = {"prefill": 0, "decode": 0}
 
     def retarget(self, prefill: int, decode: int) -> None:
-        """Raises InvalidRequestError for numbers that can't be."""
+        """Raises InvalidRequestError for numbers that can't be. What was given up may try again."""
         for role, number in (("prefill", prefill), ("decode", decode)):
             if not 0 <= number <= MAX_WORKERS:
                 raise InvalidRequestError(
@@ -40,20 +79,61 @@ class Pools:
                 "decode is 0: the last decode worker can't be scaled away", param="decode"
             )
         self.targets = {"prefill": prefill, "decode": decode}
+        self._restarts.clear()
+        self.failed = [lineage for lineage in self.failed if not lineage.given_up]
 
     def complete(self, workers: Iterable[Worker]) -> bool:
         """Whether every worker asked for is ready."""
         ready = [w.role for w in workers if w.state == "ready"]
         return all(ready.count(role) >= self.targets[role] for role in ROLES)
 
-    def start_missing(self, workers: Iterable[Worker]) -> list[Launch]:
+    def start_missing(self, workers: Iterable[Worker], now: float) -> list[Launch]:
         """New launches, so that with those under way every pool has its target."""
         known = list(workers)
         started = []
         for role in ROLES:
-            missing = self.targets[role] - len(self._present(role, known))
-            started += [self._launch(role) for _ in range(missing)]
+            missing = self.targets[role] - len(self._present(role, known)) - self._given_up(role)
+            waiting = [restart for restart in self._restarts if restart.lineage.role == role]
+            for needless in waiting[max(0, missing) :]:
+                self._restarts.remove(needless)
+            waiting = waiting[: max(0, missing)]
+            for restart in [r for r in waiting if r.due <= now]:
+                self._restarts.remove(restart)
+                started.append(self._launch(restart.lineage))
+            for _ in range(missing - len(waiting)):
+                started.append(self._launch(self._lineage(role)))
         return started
+
+    def start_replacement(self, worker: Worker) -> Launch:
+        """One launch over the target, which takes a worker's place once it is ready."""
+        launch = self._launch(self._lineage(worker.role))
+        launch.replaces = worker.worker_id
+        return launch
+
+    def lost(self, launch: Launch, reason: str, now: float) -> None:
+        """A process died, or leaves on its own: another takes its place, but not for ever."""
+        if launch.stopping:
+            return
+        launch.stopping = True
+        lineage = launch.lineage
+        lineage.num_failures += 1
+        if lineage.num_failures == 1:
+            lineage.first_launch_id, lineage.reason = launch.launch_id, reason
+            self.failed = [*self.failed, lineage][-MAX_FAILED_SHOWN:]
+        delay_s = None if launch.replaces else lineage.policy.next_delay(now)
+        if delay_s is not None:
+            self._restarts.append(Restart(now + delay_s, lineage))
+        elif not launch.replaces:
+            lineage.given_up = True
+            log.error("%s died too often and is given up: %s", launch.launch_id, reason)
+
+    def exited(self, launch_id: str, last_lines: str) -> Launch | None:
+        """The launcher has reaped a process."""
+        launch = self.launches.pop(launch_id, None)
+        for lineage in self.failed:
+            if lineage.first_launch_id == launch_id:
+                lineage.last_lines = last_lines
+        return launch
 
     def surplus(self, workers: Iterable[Worker]) -> list[Launch | Worker]:
         """What is over target, newest first: launches not up yet, then workers."""
@@ -68,6 +148,34 @@ class Pools:
         """A new launcher came: what the old one was asked for and never said Hello is lost."""
         born = {w.launch_id for w in workers}
         self.launches = {k: v for k, v in self.launches.items() if k in born}
+
+    def adopt(self, launched: Iterable[Launched], hello_by: float) -> None:
+        """Processes that ran before this coordinator did."""
+        for one in launched:
+            if one.launch_id not in self.launches:
+                order = int(one.launch_id.rpartition("-")[2])
+                launch = Launch(one.launch_id, one.role, order, self._lineage(one.role))
+                launch.hello_by = hello_by
+                self.launches[one.launch_id] = launch
+                self._num_launched[one.role] = max(self._num_launched[one.role], order + 1)
+
+    def overdue(self, workers: Iterable[Worker], now: float) -> list[Launch]:
+        """Adopted processes that have not said Hello in time."""
+        return [x for x in self.awaited(workers) if x.hello_by is not None and x.hello_by <= now]
+
+    def awaited(self, workers: Iterable[Worker]) -> list[Launch]:
+        """Adopted processes that have not said Hello yet."""
+        born = {w.launch_id for w in workers}
+        adopted = [x for x in self.launches.values() if x.hello_by is not None and not x.stopping]
+        return [launch for launch in adopted if launch.launch_id not in born]
+
+    def due(self, workers: Iterable[Worker]) -> float | None:
+        """When `start_missing` or `overdue` has something to do."""
+        hellos = [x.hello_by for x in self.awaited(workers) if x.hello_by is not None]
+        return min([*hellos, *(restart.due for restart in self._restarts)], default=None)
+
+    def _given_up(self, role: Role) -> int:
+        return sum(lineage.given_up for lineage in self.failed if lineage.role == role)
 
     def _present(self, role: Role, workers: list[Worker]) -> list[Launch | Worker]:
         """Launches under way (the newest first), then ready workers (the newest first).
@@ -85,9 +193,13 @@ class Pools:
         ready.sort(key=lambda worker: -worker.order)
         return [*unborn, *ready]
 
-    def _launch(self, role: Role) -> Launch:
+    def _lineage(self, role: Role) -> Lineage:
+        return Lineage(role, RestartPolicy(self._max_restarts))
+
+    def _launch(self, lineage: Lineage) -> Launch:
+        role = lineage.role
         order = self._num_launched[role]
         self._num_launched[role] += 1
-        launch = Launch(f"{role}-{order}", role, order)
+        launch = Launch(f"{role}-{order}", role, order, lineage)
         self.launches[launch.launch_id] = launch
         return launch

@@ -117,28 +117,15 @@ class Registry:
             decode = [w.facts for w in self.takers("decode")]
             self.limits = limits_of(prefill, decode, self._model_max_len)
 
-    def heard(self, heartbeat: Heartbeat, now: float) -> bool:
-        """A worker lives; False for one that isn't a living member."""
+    def heard(self, heartbeat: Heartbeat, now: float) -> Worker | None:
+        """A worker lives; None for one that isn't a living member."""
         worker = self.workers.get(heartbeat.worker_id)
         if worker is None or worker.state == "dead":
-            return False
+            return None
         worker.heartbeat_at = now
         worker.loop_age_s = heartbeat.loop_age_s
         worker.stats = heartbeat.stats
-        return True
-
-    def refused(self, worker: Worker, decoder_id: str | None, reason: str) -> None:
-        """A worker reports that a request was not admitted, by itself or by its decode worker.
-
-        One that somebody else told to stop is known by that: it gets no more work.
-        """
-        if "draining" not in reason:
-            return
-        if decoder_id is not None and decoder_id in reason:
-            worker = self.workers.get(decoder_id, worker)
-        if worker.state == "ready":
-            log.warning("%s takes no more work: %s", worker.worker_id, reason)
-            worker.state = "draining"
+        return worker
 
     def by_identity(self, identity: bytes) -> Worker | None:
         return next((w for w in self.alive() if w.identity == identity), None)

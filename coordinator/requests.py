@@ -1,7 +1,8 @@
 """The life of requests. Pure: what clients and workers say in, actions out, the clock an argument.
 
 waiting ─room─► at workers (tracked.Phase) ─all tokens─► Finish
-   └────────────── cancelled, deadline, Failed, a death ──► Fail, Release to whoever has it
+   ▲  └────────────── cancelled, deadline, out of attempts ──► Fail, Release to whoever has it
+   └── a worker died, refused, failed: the next attempt, behind what was delivered
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import logging
 from collections.abc import Sequence
 
 from coordinator.dispatcher import Dispatcher
-from coordinator.events import Action, ChoiceStopped, Deliver, Fail, Finish, NewRequest, Send
+from coordinator.events import Action, ChoiceStopped, Deliver, Fail, Finish, NewRequest
+from coordinator.legs import Legs
 from coordinator.registry import Registry, Worker
-from coordinator.tracked import Load, Tracked, loads_of
+from coordinator.tracked import Leg, Tracked
 from coordinator.waiting import WaitingLine
 from splitserve.errors import RequestFailedError, SplitserveError, UnavailableError
 from splitserve.wire import messages as m
@@ -25,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Requests:
-    """Owns every request that was accepted and has not ended."""
+    """Owns every request that was accepted and has not ended, and its legs."""
 
     def __init__(
         self,
@@ -35,25 +37,17 @@ class Requests:
         line: WaitingLine,
     ) -> None:
         self.line = line
+        self.legs = Legs(epoch, registry, dispatcher, line)
         self.num_wasted_tokens = 0  # sampled for choices that had ended
-        self._epoch = epoch
+        self.num_restarts = 0  # attempts that went on for one that was lost
         self._registry = registry
         self._dispatcher = dispatcher
         self._tracked: dict[str, Tracked] = {}
         self._num_accepted = 0
 
     @property
-    def num_in_flight(self) -> int:
-        """Requests at workers."""
-        return len(self._tracked) - len(self.line)
-
-    @property
     def ids(self) -> list[str]:
         return list(self._tracked)
-
-    def loads(self) -> dict[str, Load]:
-        limits = self._registry.limits
-        return loads_of(self._tracked.values(), limits.block_size) if limits else {}
 
     def due(self) -> float | None:
         """When `expire` has something to do."""
@@ -73,12 +67,13 @@ class Requests:
             self._num_accepted += 1
             tracked = Tracked.of(request, self._num_accepted, now)
             self._tracked[request.request_id] = tracked
-            self.line.add(tracked)
+            for leg in tracked.legs:
+                self.legs.add(leg)
 
-    def cancel(self, request_id: str) -> list[Action]:
+    def cancel(self, request_id: str, now: float) -> list[Action]:
         """Its client is gone: nobody is told but the workers."""
         tracked = self._tracked.get(request_id)
-        return [] if tracked is None else self._end(tracked)
+        return [] if tracked is None else self._end(tracked, now)
 
     def choice_stopped(self, stopped: ChoiceStopped, now: float) -> list[Action]:
         self.num_wasted_tokens += stopped.num_wasted
@@ -88,9 +83,9 @@ class Requests:
         tracked.stopped.add(stopped.choice_id)
         return self._finish_if_complete(tracked, now)
 
-    def fail(self, request_id: str, error: SplitserveError) -> list[Action]:
+    def fail(self, request_id: str, error: SplitserveError, now: float) -> list[Action]:
         tracked = self._tracked.get(request_id)
-        return [] if tracked is None else [Fail(request_id, error), *self._end(tracked)]
+        return [] if tracked is None else [Fail(request_id, error), *self._end(tracked, now)]
 
     def expire(self, now: float) -> list[Action]:
         """End what is late; finish what has waited long enough for its timing."""
@@ -100,41 +95,42 @@ class Requests:
             if tracked.linger_until is not None:
                 actions += self._finish(tracked, now)
                 continue
-            where = "waiting for a worker" if not tracked.phases else "being served"
+            served = any(leg.phases for leg in tracked.legs)
+            where = "being served" if served else "waiting for a worker"
             error = RequestFailedError(
                 f"the request took longer than {request.timeout_s:g} s, it was {where}",
                 stage="deadline",
                 status=504,
             )
-            actions += self.fail(request.request_id, error)
+            actions += self.fail(request.request_id, error, now)
         return actions
 
     # -- workers ------------------------------------------------------------------------------
 
     def first_token(self, worker: Worker, message: m.FirstToken, now: float) -> list[Action]:
         """A prompt is computed."""
-        tracked = self._find(worker, message)
-        if tracked is None:
-            return [self._release_order(worker, message.request_id, message.attempt)]
-        tracked.timeline.worker_queue_s = message.queued_s
-        tracked.timeline.prefill_s = message.prefill_s
-        local = tracked.timeline.decode_worker_id == worker.worker_id
-        if tracked.phases.get(worker.worker_id) == "prefilling":
-            tracked.phases[worker.worker_id] = "decoding" if local else "transferring"
+        leg = self.legs.find(worker, message)
+        if leg is None:
+            return [self.legs.forget_order(worker, message.request_id, message.attempt)]
+        timeline = leg.tracked.timeline
+        timeline.worker_queue_s, timeline.prefill_s = message.queued_s, message.prefill_s
+        if leg.phases.get(worker.worker_id) == "prefilling":
+            local = leg.decode_worker_id == worker.worker_id
+            leg.phases[worker.worker_id] = "decoding" if local else "transferring"
         actions: list[Action] = []
         for row in message.rows:
-            actions += self._take_row(tracked, row, now)
-        return [*actions, *self._finish_if_complete(tracked, now)]
+            actions += self._take_row(leg, row, now)
+        return [*actions, *self._finish_if_complete(leg.tracked, now)]
 
     def handed_over(self, worker: Worker, message: m.HandedOver, now: float) -> list[Action]:
         """The prefill worker is done. About an ended request it is the answer to its Release."""
-        tracked = self._find(worker, message)
-        if tracked is None:
+        leg = self.legs.find(worker, message)
+        if leg is None:
             return []
-        tracked.phases.pop(worker.worker_id, None)
-        tracked.timeline.transfer_s = message.transfer_s
-        tracked.timeline.num_kv_bytes = message.num_kv_bytes
-        return self._finish_if_complete(tracked, now)
+        leg.phases.pop(worker.worker_id, None)
+        leg.tracked.timeline.transfer_s = message.transfer_s
+        leg.tracked.timeline.num_kv_bytes = message.num_kv_bytes
+        return self._finish_if_complete(leg.tracked, now)
 
     def tokens(self, worker: Worker, message: m.Tokens, now: float) -> list[Action]:
         """A decode step's tokens."""
@@ -142,135 +138,133 @@ class Requests:
         unknown: dict[tuple[str, int], None] = {}  # each once, in order
         touched: dict[str, Tracked] = {}
         for row in message.rows:
-            tracked = self._find(worker, row)
-            if tracked is None or tracked.timeline.decode_worker_id != worker.worker_id:
+            leg = self.legs.find(worker, row)
+            if leg is None or leg.decode_worker_id != worker.worker_id:
                 self.num_wasted_tokens += len(row.tokens)
                 unknown[row.request_id, row.attempt] = None
                 continue
-            tracked.phases[worker.worker_id] = "decoding"
-            touched[row.request_id] = tracked
-            actions += self._take_row(tracked, row, now)
+            leg.phases[worker.worker_id] = "decoding"
+            touched[leg.tracked.request.request_id] = leg.tracked
+            actions += self._take_row(leg, row, now)
         for tracked in touched.values():
             actions += self._finish_if_complete(tracked, now)
-        releases = [self._release_order(worker, *key) for key in unknown]
-        return [*actions, *releases]
+        return [*actions, *(self.legs.forget_order(worker, *key) for key in unknown)]
 
     def failed(self, worker: Worker, message: m.Failed, now: float) -> list[Action]:
-        """A worker gave a request up. About an ended one it is the answer to its Release."""
-        tracked = self._find(worker, message)
-        if tracked is None:
-            return []
-        phase = tracked.phases.pop(worker.worker_id, None)
-        if tracked.complete:
-            return self._finish(tracked, now)
-        if phase == "transferring" and "decoding" in tracked.phases.values():
-            return []  # the decode worker has all it needs
-        if message.stage == "admission" and message.retriable:
-            self._registry.refused(worker, tracked.timeline.decode_worker_id, message.reason)
-            if tracked.can_restart:
-                return self._restart(tracked)
-        status = _STATUS_OF_STAGE.get(message.stage, 500)
+        """A worker gave a leg up. About an ended one it is the answer to its Release."""
+        leg = self.legs.find(worker, message)
+        if leg is None:
+            # A kept one waits for a Release, which may have crossed this.
+            order = self.legs.forget_order(worker, message.request_id, message.attempt)
+            return [order] if message.kept else []
+        request_id = leg.tracked.request.request_id
+        if not message.kept:
+            leg.phases.pop(worker.worker_id, None)
+        if leg.is_decoding and leg.decode_worker_id != worker.worker_id:
+            return self.legs.leave(leg, worker, now)  # the decode worker has all it needs
+        if leg.tracked.complete:
+            return self._finish(leg.tracked, now)
         reason = f"{worker.worker_id} failed in stage {message.stage}: {message.reason}"
+        status = _STATUS_OF_STAGE.get(message.stage, 500)
         error = RequestFailedError(reason, stage=message.stage, status=status)
-        return self.fail(message.request_id, error)
-
-    def not_sent(self, prefill: m.Prefill) -> list[Action]:
-        """The order that starts a request reached nobody: its worker has gone."""
-        tracked = self._tracked.get(prefill.request_id)
-        if tracked is None or tracked.attempt != prefill.attempt or not tracked.can_restart:
-            return []
-        tracked.phases.pop(tracked.timeline.prefill_worker_id or "", None)
-        return self._restart(tracked)
-
-    def left_behind(self, worker: Worker) -> list[Action]:
-        """A worker exited as it should: what it had not begun never reached it."""
-        actions: list[Action] = []
-        for tracked in [t for t in self._tracked.values() if t.can_restart]:
-            if tracked.phases.get(worker.worker_id) in ("prefilling", "awaiting"):
-                del tracked.phases[worker.worker_id]
-                actions += self._restart(tracked)
-        return actions
-
-    def _restart(self, tracked: Tracked) -> list[Action]:
-        """Back into the line; its age puts it before all that came later."""
-        releases = self._releases(tracked)
-        tracked.restart()
-        self.line.add(tracked)
-        return releases
+        if not message.retriable:
+            return self.fail(request_id, error, now)
+        at_decoder = message.kept or worker.worker_id == leg.decode_worker_id
+        culprit = leg.decode_worker_id if at_decoder else worker.worker_id
+        return self._go_on(leg, culprit, error, now)
 
     def worker_died(self, worker: Worker, reason: str, now: float) -> list[Action]:
         """Everything the worker held is lost."""
         self._dispatcher.forget(worker.worker_id)
         actions: list[Action] = []
-        for tracked in [t for t in self._tracked.values() if worker.worker_id in t.phases]:
-            phase = tracked.phases.pop(worker.worker_id)
-            if tracked.complete:
-                actions += self._finish(tracked, now)
-                continue
-            if phase == "transferring" and "decoding" in tracked.phases.values():
-                continue  # the decode worker has all it needs
-            stage: m.Stage = "prefill" if phase == "prefilling" else "decode"
-            stage = "transfer" if phase == "transferring" else stage
-            text = f"{worker.role} worker {worker.worker_id} died: {reason}"
-            error = RequestFailedError(text, stage=stage, status=503)
-            actions += self.fail(tracked.request.request_id, error)
+        for leg in self.legs.at(worker):
+            if not self.legs.lives(leg):
+                continue  # its request has ended with another leg
+            phase = leg.phases.pop(worker.worker_id)
+            if leg.tracked.complete:
+                actions += self._finish(leg.tracked, now)
+            elif phase != "transferring" or not leg.is_decoding:  # else all is handed over
+                text = f"{worker.role} worker {worker.worker_id} died: {reason}"
+                stage: m.Stage = "prefill" if phase == "prefilling" else "decode"
+                stage = "transfer" if phase == "transferring" else stage
+                error = RequestFailedError(text, stage=stage, status=503)
+                actions += self._go_on(leg, worker.worker_id, error, now)
+        return actions
+
+    def not_sent(self, worker: Worker, message: object, now: float) -> list[Action]:
+        """A worker's message queue is full. A Release is sent again when it speaks of its leg."""
+        if not isinstance(message, m.Prefill | m.Retarget):
+            return []
+        error = RequestFailedError(
+            f"the message queue of {worker.worker_id} is full", stage="admission", status=503
+        )
+        actions: list[Action] = []
+        for leg in self.legs.at(worker):
+            if leg.leg_id == message.request_id and leg.attempt == message.attempt:
+                actions += self._go_on(leg, worker.worker_id, error, now)
+        return actions
+
+    def move_away(self, worker: Worker, now: float) -> list[Action]:
+        """A draining worker has had its time: what it still has goes on elsewhere."""
+        actions: list[Action] = []
+        error = RequestFailedError(f"{worker.worker_id} was stopped", stage="internal", status=503)
+        for leg in self.legs.at(worker):
+            if self.legs.lives(leg):
+                actions += self._go_on(leg, worker.worker_id, error, now)
         return actions
 
     # -- routing ------------------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[Action]:
-        """Send waiting requests to workers with room, in order; nobody passes the first."""
+        """Send waiting legs to workers with room, in order; nobody passes the first."""
         actions: list[Action] = []
-        while (tracked := self.line.first()) is not None:
+        while (leg := self.line.first()) is not None:
             if not self._registry.takers("decode"):
-                error = UnavailableError("no decode worker is left")
-                actions += self.fail(tracked.request.request_id, error)
+                actions += self.fail(leg.tracked.request.request_id, _nobody_left(leg), now)
                 continue
-            send = self._dispatcher.place(tracked, self.loads(), now)
+            send = self.legs.place_next(now)
             if send is None:
                 break
-            self.line.remove(tracked.request.request_id)
             actions.append(send)
         return actions
 
+    def _go_on(
+        self, leg: Leg, culprit: str | None, error: SplitserveError, now: float
+    ) -> list[Action]:
+        """The next attempt of a leg, elsewhere if that can be; without one left, the error."""
+        if not leg.has_attempts_left:
+            return self.fail(leg.tracked.request.request_id, error, now)
+        if culprit is not None:
+            leg.failed_at.add(culprit)
+        leg.lost_to = str(error)
+        self.num_restarts += 1
+        return self.legs.retarget(leg, now) or self.legs.restart(leg, now)
+
     # -- the end ------------------------------------------------------------------------------
 
-    def _find(
-        self, worker: Worker, message: m.FirstToken | m.HandedOver | m.Failed | m.TokenRow
-    ) -> Tracked | None:
-        """The request a worker speaks of, if this attempt of it was given to that worker."""
-        tracked = self._tracked.get(message.request_id)
-        if tracked is None or tracked.attempt != message.attempt:
-            return None
-        timeline = tracked.timeline
-        given_to = (timeline.prefill_worker_id, timeline.decode_worker_id)
-        return tracked if worker.worker_id in given_to else None
-
-    def _take_row(self, tracked: Tracked, row: m.TokenRow, now: float) -> list[Action]:
-        order = tracked.choices.get(row.choice_id)
-        if order is None:
+    def _take_row(self, leg: Leg, row: m.TokenRow, now: float) -> list[Action]:
+        if row.choice_id not in leg.choice_ids:
             log.warning("a row for choice %d, which nobody asked for", row.choice_id)
             return []
+        tracked = leg.tracked
+        order = tracked.choices[row.choice_id]
         tokens, finish = order.take(row)
-        if tracked.all_sampled:
-            assert tracked.timeline.decode_worker_id is not None
-            tracked.phases.pop(tracked.timeline.decode_worker_id, None)
+        if leg.all_sampled:
+            leg.phases.pop(leg.decode_worker_id or "", None)
         if row.choice_id in tracked.stopped:
             self.num_wasted_tokens += len(tokens)
             return []
         if not tokens and finish is None:
             return []
-        if len(tracked.choices) == 1:
-            tracked.delivered += [token.token_id for token in tokens]
+        tracked.delivered[row.choice_id] += [token.token_id for token in tokens]
         tracked.timeline.tokens_delivered(order.num_delivered - 1, now)
         return [Deliver(tracked.request.request_id, row.choice_id, tokens, finish)]
 
     def _finish_if_complete(self, tracked: Tracked, now: float) -> list[Action]:
         if not tracked.complete:
-            return []
-        timeline = tracked.timeline
-        transferring = tracked.phases.get(timeline.prefill_worker_id or "") == "transferring"
-        if tracked.request.wants_timing and transferring:
+            done = [leg for leg in tracked.legs if not leg.open_choices]
+            return [action for leg in done for action in self.legs.drop(leg, now)]
+        if tracked.request.wants_timing and tracked.transferring:
             if tracked.linger_until is None:
                 tracked.linger_until = min(tracked.deadline, now + TIMING_WAIT_S)
             return []
@@ -278,22 +272,16 @@ class Requests:
 
     def _finish(self, tracked: Tracked, now: float) -> list[Action]:
         tracked.timeline.finished_at = now
-        return [Finish(tracked.request.request_id, tracked.timeline), *self._end(tracked)]
+        return [Finish(tracked.request.request_id, tracked.timeline), *self._end(tracked, now)]
 
-    def _end(self, tracked: Tracked) -> list[Action]:
+    def _end(self, tracked: Tracked, now: float) -> list[Action]:
         """Forget a request, here and at every worker that still has it."""
-        request_id = tracked.request.request_id
-        del self._tracked[request_id]
-        self.line.remove(request_id)
-        return self._releases(tracked)
+        del self._tracked[tracked.request.request_id]
+        return [action for leg in list(tracked.legs) for action in self.legs.drop(leg, now)]
 
-    def _releases(self, tracked: Tracked) -> list[Action]:
-        alive = {w.worker_id: w for w in self._registry.alive()}
-        return [
-            self._release_order(alive[worker_id], tracked.request.request_id, tracked.attempt)
-            for worker_id in tracked.phases
-            if worker_id in alive
-        ]
 
-    def _release_order(self, worker: Worker, request_id: str, attempt: int) -> Send:
-        return Send(worker.identity, m.Release(request_id, attempt, self._epoch))
+def _nobody_left(leg: Leg) -> SplitserveError:
+    if not leg.lost_to:
+        return UnavailableError("no decode worker is left")
+    text = f"{leg.lost_to}; no decode worker is left to go on"
+    return RequestFailedError(text, stage="decode", status=503)

@@ -49,7 +49,9 @@ class Server:
         with contextlib.ExitStack() as stack:
             stack.callback(self.service.close)
             listener = stack.enter_context(bind_http(config))
-            control = Control(config.control_host, config.keys, config.advertise_host)
+            control = Control(
+                config.control_host, config.keys, config.advertise_host, config.control_port
+            )
             stack.callback(control.close)
             await self._serve(listener, control)
 
@@ -121,6 +123,9 @@ def make_service(config: CoordinatorConfig) -> Service:
         router=config.router,
         max_queue=config.max_queue,
         request_timeout_s=config.request_timeout_s,
+        drain_grace_s=config.drain_grace_s,
+        max_restarts=config.max_restarts,
+        successor=config.successor,
         liveness=config.liveness,
     )
     return Service(config, State(settings), facts, Tokenizer(directory))

@@ -18,7 +18,7 @@ from coordinator.limits import Limits
 from coordinator.output import ChoiceOutput
 from coordinator.state import State
 from coordinator.tickets import Call, Ticket, TicketBox
-from splitserve.config import CoordinatorConfig
+from splitserve.config import CoordinatorConfig, Role
 from splitserve.metrics import Metrics
 from splitserve.models import ModelFacts
 from splitserve.request import Sampling
@@ -180,6 +180,13 @@ class Service:
         self._perform(self._state.scale(prefill, decode, time.monotonic()))
         self._run()
         return dict(self._state.pools.targets.items())
+
+    def restart(self, role: Role) -> list[str]:
+        """Replace the workers of a pool one by one; their ids. Raises UnavailableError."""
+        worker_ids, actions = self._state.restart(role, time.monotonic())
+        self._perform(actions)
+        self._run()
+        return worker_ids
 
     def cluster(self) -> dict[str, object]:
         """As GET /cluster shows it."""

@@ -20,7 +20,7 @@ from coordinator.registry import Registry, Worker
 from coordinator.requests import Requests
 from coordinator.router import Policy, Router
 from coordinator.waiting import WaitingLine
-from splitserve.config import Liveness
+from splitserve.config import Liveness, Role
 from splitserve.errors import RequestFailedError, UnavailableError
 from splitserve.logs import LimitedLog
 from splitserve.wire import messages as m
@@ -40,6 +40,9 @@ class Settings:
     router: Policy = "least_loaded"
     max_queue: int = 256
     request_timeout_s: float = 600.0
+    drain_grace_s: float = 30.0
+    max_restarts: int = 5
+    successor: bool = False
     liveness: Liveness = Liveness()  # noqa: RUF009 (frozen)
 
 
@@ -51,9 +54,13 @@ class State:
         self.registry = Registry(
             settings.liveness, settings.model_max_len, settings.tokenizer_fingerprint
         )
-        self.pools = Pools(settings.num_prefill, settings.num_decode)
+        self.pools = Pools(settings.num_prefill, settings.num_decode, settings.max_restarts)
         self.members = Members(
-            settings.epoch, self.registry, self.pools, drain_s=settings.request_timeout_s
+            settings.epoch,
+            self.registry,
+            self.pools,
+            drain_s=settings.drain_grace_s,
+            successor=settings.successor,
         )
         self.dispatcher = Dispatcher(
             settings.epoch,
@@ -94,6 +101,16 @@ class State:
         actions = self.members.scale(prefill, decode, now)
         return [*actions, *self._settle(now)]
 
+    def restart(self, role: Role, now: float) -> tuple[list[str], list[Action]]:
+        """Replace the workers of a pool one by one: the worker_ids of those, and what to do first.
+
+        Raises UnavailableError.
+        """
+        if self.shutting_down:
+            raise UnavailableError("the cluster is shutting down")
+        replaced = self.members.restart(role)
+        return replaced, self._settle(now)
+
     @property
     def ready(self) -> bool:
         """As GET /ready means it."""
@@ -108,7 +125,7 @@ class State:
             case e.MessageReceived(identity, message):
                 actions = self._message(identity, message, now)
             case e.RequestCancelled(request_id):
-                actions = self.requests.cancel(request_id)
+                actions = self.requests.cancel(request_id, now)
             case e.ChoiceStopped():
                 actions = self.requests.choice_stopped(event, now)
             case e.SendFailed():
@@ -116,7 +133,7 @@ class State:
             case e.HttpOpened(base_url):
                 actions = self.members.http_opened(base_url)
             case e.ShutdownRequested():
-                actions = self._shut_down()
+                actions = self._shut_down(now)
             case e.TimePassed():
                 actions = self._bury_the_silent(now)
         return [*actions, *self._settle(now)]
@@ -129,9 +146,13 @@ class State:
     def _settle(self, now: float) -> list[Action]:
         """What any event may have made due."""
         actions = self.requests.expire(now)
+        for worker in self.members.overdue(now):
+            actions += self.requests.move_away(worker, now)
         actions += self.requests.dispatch(now)
+        if not self.shutting_down:
+            actions += self.members.settle(now)
         if any(worker.state == "draining" for worker in self.registry.alive()):
-            actions += self.members.drain(set(self.requests.loads()), now)
+            actions += self.members.drain(set(self.requests.legs.loads()))
         return actions
 
     def _bury_the_silent(self, now: float) -> list[Action]:
@@ -166,19 +187,20 @@ class State:
                 return self.requests.failed(worker, message, now)
 
     def _exited(self, identity: bytes, message: m.ProcessExited, now: float) -> list[Action]:
-        gone = self.members.exited(identity, message)
-        if gone is None:
-            return []
-        worker, reason = gone
-        again = self.requests.left_behind(worker) if message.exit_code == 0 else []
+        worker, reason = self.members.exited(identity, message, now)
+        if worker is None:
+            return self.members.reaped(message.launch_id)
         if worker.told_to_stop and message.exit_code == 0:
             self.registry.remove(worker)
-            return [*again, *self.requests.worker_died(worker, "it was scaled away", now)]
-        return [*again, *self._died(worker, reason, now)]
+            gone = self.members.peer_gone(worker, reaped=True)
+            return [*gone, *self.requests.worker_died(worker, "it was stopped", now)]
+        return self._died(worker, reason, now, reaped=True)
 
-    def _died(self, worker: Worker, reason: str, now: float) -> list[Action]:
+    def _died(
+        self, worker: Worker, reason: str, now: float, *, reaped: bool = False
+    ) -> list[Action]:
         return [
-            *self.members.bury(worker, reason),
+            *self.members.bury(worker, reason, now, reaped=reaped),
             *self.requests.worker_died(worker, reason, now),
         ]
 
@@ -187,21 +209,16 @@ class State:
         if failed.vanished:
             self.members.launcher_vanished(failed.identity)
         worker = self.registry.by_identity(failed.identity)
-        if worker is not None and failed.vanished:
-            prefill = failed.message if isinstance(failed.message, m.Prefill) else None
-            again = [] if prefill is None else self.requests.not_sent(prefill)
-            return [*again, *self._died(worker, "its control connection is gone", now)]
-        if isinstance(failed.message, m.Prefill):
-            error = RequestFailedError(
-                "a worker's message queue is full", stage="admission", status=503
-            )
-            return self.requests.fail(failed.message.request_id, error)
-        return []
+        if worker is None or worker.told_to_stop:
+            return []
+        if failed.vanished:
+            return self._died(worker, "its control connection is gone", now)
+        return self.requests.not_sent(worker, failed.message, now)
 
-    def _shut_down(self) -> list[Action]:
+    def _shut_down(self, now: float) -> list[Action]:
         self.shutting_down = True
         actions: list[Action] = []
         for request_id in self.requests.ids:
             error = RequestFailedError("the cluster was shut down", stage="internal", status=503)
-            actions += self.requests.fail(request_id, error)
+            actions += self.requests.fail(request_id, error, now)
         return actions

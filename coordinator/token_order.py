@@ -47,6 +47,10 @@ class TokenOrder:
             self._end = (row.first_index + len(row.tokens), row.finish)
         return self._deliverable()
 
+    def restarted(self) -> TokenOrder:
+        """This choice as its next attempt begins: what came early is to be made again."""
+        return TokenOrder(self.max_tokens, self.num_delivered)
+
     def _deliverable(self) -> Ordered:
         tokens = []
         end, reason = self._end or (self.max_tokens, None)

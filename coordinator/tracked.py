@@ -1,7 +1,14 @@
-"""One request inside the coordinator, and what each worker's share of the load is.
+"""One request inside the coordinator, the legs in which workers serve it, and their load.
 
-What a worker has of a request is its phase there. Loads are sums over these phases, made when
-they are asked for: nothing is counted up and down, so nothing can leak.
+Workers know *legs*. A request begins as one leg with all its choices. When a worker is lost, a leg
+goes on elsewhere as its next attempt, behind what was delivered; choices that have come apart by
+then go on as a leg each.
+
+    request r, n = 2    leg r: choices 0 and 1 ── a decode worker dies ──► leg r.0: choice 0
+                                                                          leg r.1: choice 1
+
+What a worker has of a leg is its phase there. Loads are sums over these phases, made when they
+are asked for: nothing is counted up and down, so nothing can leak.
 
       prefill worker    prefilling ──FirstToken──► transferring ──HandedOver──► (gone)
       decode worker     awaiting ────FirstToken or Tokens──► decoding ──all finished──► (gone)
@@ -18,7 +25,7 @@ from coordinator.events import NewRequest
 from coordinator.token_order import TokenOrder
 from splitserve.timeline import Timeline
 
-MAX_RESTARTS = 3  # of one request
+MAX_ATTEMPTS = 6  # of one leg
 Phase = Literal["prefilling", "transferring", "awaiting", "decoding"]
 
 
@@ -30,54 +37,109 @@ class Tracked:
     order: int
     deadline: float
     timeline: Timeline
-    attempt: int = 0
-    phases: dict[str, Phase] = field(default_factory=dict)  # worker_id → what it does here
     choices: dict[int, TokenOrder] = field(default_factory=dict)
-    delivered: list[int] = field(default_factory=list)  # token ids, when there is one choice
+    delivered: dict[int, list[int]] = field(default_factory=dict)  # token ids of each choice
     stopped: set[int] = field(default_factory=set)  # choices that a stop string ended
+    legs: list[Leg] = field(default_factory=list)
     linger_until: float | None = None  # complete, but its transfer's timing is still to come
 
     @classmethod
     def of(cls, request: NewRequest, order: int, now: float) -> Tracked:
-        limit = request.sampling.max_tokens
-        return cls(
+        """With its first leg."""
+        limit, choice_ids = request.sampling.max_tokens, [c.choice_id for c in request.choices]
+        tracked = cls(
             request,
             order,
             deadline=now + request.timeout_s,
             timeline=Timeline(arrived_at=now),
-            choices={choice.choice_id: TokenOrder(limit) for choice in request.choices},
+            choices={choice_id: TokenOrder(limit) for choice_id in choice_ids},
+            delivered={choice_id: [] for choice_id in choice_ids},
         )
+        tracked.legs = [Leg(request.request_id, tracked, tuple(choice_ids), request.token_ids)]
+        return tracked
+
+    def ended(self, choice_id: int) -> bool:
+        """Whether the client has all of a choice that it will get."""
+        return self.choices[choice_id].finished or choice_id in self.stopped
 
     @property
-    def can_restart(self) -> bool:
-        """Whether another attempt can go on where the client is.
+    def complete(self) -> bool:
+        return all(map(self.ended, self.choices))
 
-        With one choice, what was delivered goes behind the prompt; several would each need that.
-        """
-        untouched = not any(order.num_delivered for order in self.choices.values())
-        return self.attempt < MAX_RESTARTS and (untouched or len(self.choices) == 1)
+    @property
+    def transferring(self) -> bool:
+        return any("transferring" in leg.phases.values() for leg in self.legs)
 
-    def restart(self) -> None:
-        """Begin the next attempt; nobody has anything of it yet."""
-        assert self.can_restart
-        self.attempt += 1
-        self.phases = {}
-        limit = self.request.sampling.max_tokens
-        self.choices = {i: TokenOrder(limit, o.num_delivered) for i, o in self.choices.items()}
-        self.timeline.prefill_worker_id = self.timeline.decode_worker_id = None
+    def due(self) -> float:
+        return self.deadline if self.linger_until is None else self.linger_until
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """What workers know as one request: choices that go on from one history, `token_ids`."""
+
+    leg_id: str  # the request_id on the wire
+    tracked: Tracked
+    choice_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    attempt: int = 0
+    computed_from: int = 0  # the attempt whose Prefill counts; those after it were retargets
+    phases: dict[str, Phase] = field(default_factory=dict)  # worker_id → what it does here
+    prefill_worker_id: str | None = None
+    decode_worker_id: str | None = None
+    failed_at: set[str] = field(default_factory=set)  # workers that others are preferred to
+    lost_to: str = ""  # why the attempt before this one ended
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.choice_ids)
+
+    @property
+    def open_choices(self) -> list[int]:
+        """Choices that are not over for the client."""
+        return [i for i in self.choice_ids if not self.tracked.ended(i)]
 
     @property
     def all_sampled(self) -> bool:
         """Whether workers have ended every choice: no worker decodes it any more."""
-        return all(order.finished for order in self.choices.values())
+        return all(self.tracked.choices[i].finished for i in self.choice_ids)
 
     @property
-    def complete(self) -> bool:
-        """Whether the client has all it will get."""
-        return all(o.finished or i in self.stopped for i, o in self.choices.items())
+    def is_decoding(self) -> bool:
+        return self.phases.get(self.decode_worker_id or "") == "decoding"
 
-    def due(self) -> float:
-        return self.deadline if self.linger_until is None else self.linger_until
+    @property
+    def has_attempts_left(self) -> bool:
+        return self.attempt + 1 < MAX_ATTEMPTS
+
+    def next_attempts(self) -> list[Leg]:
+        """The legs that go on for this one, where the client is; nobody has anything of them yet.
+
+        Choices that have had no token yet stay together.
+        """
+        tracked, open_choices = self.tracked, self.open_choices
+        for choice_id in open_choices:
+            tracked.choices[choice_id] = tracked.choices[choice_id].restarted()
+        if not any(tracked.delivered[choice_id] for choice_id in open_choices):
+            return [self._next(self.leg_id, tuple(open_choices))]
+        if len(open_choices) == 1:
+            return [self._next(self.leg_id, tuple(open_choices))]
+        base = tracked.request.request_id
+        return [self._next(f"{base}.{choice_id}", (choice_id,)) for choice_id in open_choices]
+
+    def _next(self, leg_id: str, choice_ids: tuple[int, ...]) -> Leg:
+        attempt = self.attempt + 1
+        token_ids = (*self.tracked.request.token_ids, *self.tracked.delivered[choice_ids[0]])
+        return Leg(
+            leg_id,
+            self.tracked,
+            choice_ids,
+            token_ids,
+            attempt,
+            computed_from=attempt,
+            failed_at=set(self.failed_at),
+            lost_to=self.lost_to,
+        )
 
 
 @dataclass(slots=True)
@@ -91,17 +153,17 @@ class Load:
     num_decode_blocks: int = 0  # a prompt's full blocks and one more for each choice
 
 
-def loads_of(active: Iterable[Tracked], block_size: int) -> dict[str, Load]:
+def loads_of(active: Iterable[Leg], block_size: int) -> dict[str, Load]:
     """The load of every worker that has something, by worker_id."""
     loads: dict[str, Load] = {}
-    for tracked in active:
-        num_tokens, num_choices = len(tracked.request.token_ids), len(tracked.request.choices)
-        for worker_id, phase in tracked.phases.items():
+    for leg in active:
+        num_tokens = len(leg.token_ids)
+        for worker_id, phase in leg.phases.items():
             load = loads.setdefault(worker_id, Load())
             load.num_requests += 1
-            load.num_choices += num_choices
+            load.num_choices += leg.num_choices
             load.num_prompt_blocks += -(-num_tokens // block_size)
-            load.num_decode_blocks += num_tokens // block_size + num_choices
+            load.num_decode_blocks += num_tokens // block_size + leg.num_choices
             if phase == "prefilling":
                 load.num_prompt_tokens += num_tokens
     return loads

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 
-from coordinator.tracked import Tracked
+from coordinator.tracked import Leg
 from splitserve.errors import OverloadedError
 
 _MAX_STALE = 64  # entries of requests that left the line before their turn
 
 
 class WaitingLine:
-    """Owns the waiting requests: the lowest priority value first, then the oldest.
+    """Owns the waiting legs: the lowest priority value first, then the oldest request.
 
     Nobody passes the first one, so every request gets its turn.
     """
@@ -19,7 +19,7 @@ class WaitingLine:
     def __init__(self, max_queue: int) -> None:
         self._max_queue = max_queue
         self._heap: list[tuple[int, int, str]] = []
-        self._waiting: dict[str, Tracked] = {}
+        self._waiting: dict[str, Leg] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -32,22 +32,22 @@ class WaitingLine:
                 f"{self._max_queue} may (max_queue)"
             )
 
-    def add(self, tracked: Tracked) -> None:
-        request = tracked.request
-        self._waiting[request.request_id] = tracked
-        heapq.heappush(self._heap, (request.priority, tracked.order, request.request_id))
+    def add(self, leg: Leg) -> None:
+        tracked = leg.tracked
+        self._waiting[leg.leg_id] = leg
+        heapq.heappush(self._heap, (tracked.request.priority, tracked.order, leg.leg_id))
         if len(self._heap) > 2 * len(self._waiting) + _MAX_STALE:
             self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
             heapq.heapify(self._heap)
 
-    def first(self) -> Tracked | None:
+    def first(self) -> Leg | None:
         """Whose turn it is."""
         while self._heap:
-            tracked = self._waiting.get(self._heap[0][2])
-            if tracked is not None:
-                return tracked
+            leg = self._waiting.get(self._heap[0][2])
+            if leg is not None:
+                return leg
             heapq.heappop(self._heap)  # it was removed while it waited
         return None
 
-    def remove(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
+    def remove(self, leg_id: str) -> None:
+        self._waiting.pop(leg_id, None)

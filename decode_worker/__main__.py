@@ -25,7 +25,8 @@ def serve(config: WorkerConfig, worker_id: str) -> None:
     membership.watch_signals()
     try:
         membership.join(facts_of(config, runner), endpoints=(endpoint,))
-        DecodeWorker(runner, channel, receiver, membership).run()
+        max_step_s = config.liveness.max_step_s
+        DecodeWorker(runner, channel, receiver, membership, max_step_s=max_step_s).run()
     finally:
         membership.leave()
 

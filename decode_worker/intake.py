@@ -4,7 +4,12 @@
                │            │  ▲
                │            │  └── Incomplete (once): what is missing is sent again
                ▼            ▼
-           Abort, Release, deadline (stall only while granted): dropped
+           Abort, Release, deadline, a dead peer (stall only while granted): dropped
+
+There is one attempt at a request at a time: whoever adds one has ended the ones before it.
+
+A transfer stalls when KV is due and doesn't come. None is due while the peer computes: after the
+Grant, and after each Computing, it may be in a step that lasts as long as a step may.
 
 A prompt that this worker computes itself waits in the same line and begins when it has room.
 The line is served in order, but a few younger prompts may pass one that does not fit; then freed
@@ -15,6 +20,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from decode_worker.incoming import (
+    AcceptFrames,
+    Action,
+    Begin,
+    BeginLocal,
+    Drop,
+    EndQuarantine,
+    Incoming,
+    Quarantine,
+    Reply,
+    Report,
+    Sender,
+)
 from kv_transfer.base import FrameWritten
 from kv_transfer.chunks import Coverage
 from splitserve.config import KVLayout
@@ -23,77 +41,7 @@ from splitserve.scheduling.sequence import Request, RequestKey, blocks_to_begin
 from splitserve.wire import messages as m
 
 MAX_PASSES = 4  # younger prompts that may pass one that waits
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer the prefill worker."""
-
-    peer: str
-    message: m.DecodeToPrefill
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptFrames:
-    """Let frames of this transfer write into its reserved blocks. Comes before the Grant."""
-
-    key: RequestKey
-    block_ids: tuple[int, ...]
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """All KV is here: commit the reserved blocks and decode."""
-
-    request: Request
-    first_tokens: tuple[m.TokenRow, ...]
-    order: int
-
-
-@dataclass(frozen=True, slots=True)
-class BeginLocal:
-    """There is room for a prompt that this worker computes itself."""
-
-    request: Request
-    block_ids: list[int]
-    order: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Stop writes of this transfer, then cancel its reservation."""
-
-    key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Tell the coordinator."""
-
-    message: m.Failed
-
-
-Action = Reply | AcceptFrames | Begin | BeginLocal | Drop | Report
-
-
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """One prompt on its way in. Without a peer it is to be computed here."""
-
-    request: Request
-    peer: str | None
-    order: int
-    coverage: Coverage
-    written_at: float = 0.0  # the stall timer counts from the Grant and from each write
-    told: bool = False  # that it waits
-    resent: bool = False
-    passed: int = 0
-
-    def due(self, granted: bool) -> float:
-        if not granted:
-            return self.request.deadline
-        return min(self.request.deadline, self.written_at + self.request.stall_timeout_s)
+MAX_GONE = 1000  # dead peers that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +50,8 @@ class IntakeLimits:
 
     max_num_seqs: int
     vocab_size: int
+    max_model_len: int
+    max_step_s: float = 60.0  # of any worker; one that takes longer is wedged
 
 
 @dataclass(slots=True)
@@ -111,8 +61,9 @@ class Intake:
     layout: KVLayout
     blocks: BlockManager
     limits: IntakeLimits
-    _waiting: dict[RequestKey, Incoming] = field(default_factory=dict)
-    _granted: dict[RequestKey, Incoming] = field(default_factory=dict)
+    _waiting: dict[str, Incoming] = field(default_factory=dict)  # by request_id
+    _granted: dict[str, Incoming] = field(default_factory=dict)
+    _gone: dict[str, None] = field(default_factory=dict)  # worker ids, oldest first
     _num_arrived: int = 0
 
     @property
@@ -127,19 +78,30 @@ class Intake:
     def idle(self) -> bool:
         return not (self._waiting or self._granted)
 
-    def knows(self, key: RequestKey) -> bool:
-        return key in self._waiting or key in self._granted
+    @property
+    def keys(self) -> list[RequestKey]:
+        return [i.request.key for i in (*self._waiting.values(), *self._granted.values())]
+
+    def incoming(self, request_id: str) -> Incoming | None:
+        """The attempt at a request that is on its way in."""
+        return self._waiting.get(request_id) or self._granted.get(request_id)
+
+    def is_gone(self, worker_id: str) -> bool:
+        """Whether this prefill worker is dead to the cluster, whatever may still come from it."""
+        return worker_id in self._gone
 
     def due(self) -> float | None:
         """When `expire` has something to do."""
-        waiting = [i.due(granted=False) for i in self._waiting.values()]
-        granted = [i.due(granted=True) for i in self._granted.values()]
-        return min([*waiting, *granted], default=None)
+        everyone = (*self._waiting.values(), *self._granted.values())
+        return min((incoming.due() for incoming in everyone), default=None)
 
-    def add(self, request: Request, peer: str | None) -> None:
+    def add(self, request: Request, sender: Sender | None) -> None:
         """A prompt joins the line; `admit` answers it."""
+        request_id = request.key.request_id
+        assert request_id not in self._waiting, f"two attempts at {request_id}"
+        assert request_id not in self._granted, f"two attempts at {request_id}"
         self._num_arrived += 1
-        self._waiting[request.key] = Incoming(request, peer, self._num_arrived, Coverage())
+        self._waiting[request_id] = Incoming(request, sender, self._num_arrived, Coverage())
 
     def never_fits(self, request: Request) -> bool:
         """Whether the prompt and its choices need more than an empty worker has."""
@@ -169,37 +131,74 @@ class Intake:
 
     def written(self, event: FrameWritten, now: float) -> None:
         """A frame's bytes are in place."""
-        incoming = self._granted.get(RequestKey(*event.key))
+        incoming = self._granted_one(RequestKey(*event.key))
         if incoming is not None:
             incoming.coverage.add(event.region)
-            incoming.written_at = now
+            incoming.expect_kv(now)
+
+    def computing(self, message: m.Computing, now: float) -> list[Action] | None:
+        """The peer has sent what it has, and computes more; None when this holds no grant."""
+        incoming = self._granted_one(RequestKey(message.request_id, message.attempt))
+        if incoming is None:
+            return None
+        incoming.expect_compute(self.limits.max_step_s, now)
+        return []
 
     def commit(self, message: m.Commit, now: float) -> list[Action] | None:
         """Begin when every byte is here; None when this attempt holds no grant."""
         key = RequestKey(message.request_id, message.attempt)
-        incoming = self._granted.get(key)
-        if incoming is None or incoming.peer is None:
+        incoming = self._granted_one(key)
+        if incoming is None or incoming.sender is None:
             return None
         epoch = incoming.request.epoch
         if not self._fits(incoming.request, message):
             return self._fail(incoming, "transfer", "Commit does not fit its Open", retriable=False)
         missing = incoming.coverage.missing(self._whole(incoming.request))
         if not missing:
-            del self._granted[key]
-            received = Reply(incoming.peer, m.Received(*key, epoch=epoch))
+            del self._granted[key.request_id]
+            received = Reply(incoming.sender.peer, m.Received(*key, epoch=epoch))
             return [Begin(incoming.request, message.first_tokens, incoming.order), received]
         if incoming.resent:
             return self._fail(incoming, "transfer", "KV was incomplete twice", retriable=True)
         incoming.resent = True
-        incoming.written_at = now
-        return [Reply(incoming.peer, m.Incomplete(*key, epoch=epoch, missing=missing))]
+        incoming.expect_kv(now)
+        return [Reply(incoming.sender.peer, m.Incomplete(*key, epoch=epoch, missing=missing))]
 
     def release(self, key: RequestKey) -> list[Action]:
-        """Forget a prompt, granted or waiting."""
-        if self._granted.pop(key, None) is not None:
-            return [Drop(key)]
-        self._waiting.pop(key, None)
+        """Forget a prompt, at this attempt or one before it, granted or waiting."""
+        for line in (self._granted, self._waiting):
+            incoming = line.get(key.request_id)
+            if incoming is not None and incoming.request.key.attempt <= key.attempt:
+                del line[key.request_id]
+                return [Drop(incoming.request.key)] if line is self._granted else []
         return []
+
+    def unreachable(self, key: RequestKey) -> list[Action]:
+        """The prefill worker could not be told where its prompt stands."""
+        incoming = self._granted_one(key) or self._waiting.get(key.request_id)
+        if incoming is None or incoming.request.key != key:
+            return []
+        return self._fail(incoming, "transfer", "the prefill worker is unreachable", retriable=True)
+
+    def peer_gone(self, worker_id: str, reaped: bool, one_sided: bool) -> list[Action]:
+        """Forget all prompts of a dead prefill worker; the coordinator knows.
+
+        Until it is `reaped` it may still write to what it was granted, if writes are `one_sided`.
+        """
+        actions: list[Action] = [EndQuarantine(worker_id)] if reaped else []
+        for line in (self._waiting, self._granted):
+            for incoming in list(line.values()):
+                if incoming.sender is None or incoming.sender.worker_id != worker_id:
+                    continue
+                key = incoming.request.key
+                del line[key.request_id]
+                if line is self._granted:
+                    late = one_sided and not reaped
+                    actions.append(Quarantine(key, worker_id) if late else Drop(key))
+        self._gone[worker_id] = None
+        while len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
+        return actions
 
     def expire(self, now: float) -> list[Action]:
         """Give up prompts past their deadline, and transfers that have stalled."""
@@ -209,33 +208,38 @@ class Intake:
             if request.deadline <= now:
                 reason = "the request's deadline passed"
                 actions += self._fail(incoming, "deadline", reason, retriable=False)
-            elif request.key in self._granted and incoming.due(granted=True) <= now:
-                reason = f"no KV for {request.stall_timeout_s:g} s"
-                actions += self._fail(incoming, "transfer", reason, retriable=True)
+            elif incoming.stalls_at <= now:
+                actions += self._fail(incoming, "transfer", "no KV came in time", retriable=True)
         return actions
+
+    def _granted_one(self, key: RequestKey) -> Incoming | None:
+        incoming = self._granted.get(key.request_id)
+        return incoming if incoming and incoming.request.key == key else None
 
     def _admit_one(self, incoming: Incoming, needed: int, now: float) -> list[Action]:
         request = incoming.request
-        del self._waiting[request.key]
-        if incoming.peer is None:
+        del self._waiting[request.key.request_id]
+        if incoming.sender is None:
             block_ids = self.blocks.allocate(needed)
             assert block_ids is not None, "spare blocks are not free"
             return [BeginLocal(request, block_ids, incoming.order)]
         reserved = self.blocks.reserve(request.key, needed)
         assert reserved is not None, "spare blocks are not free"
-        incoming.written_at = now
-        self._granted[request.key] = incoming
+        incoming.expect_compute(self.limits.max_step_s, now)
+        self._granted[request.key.request_id] = incoming
+        grant = m.Grant(*request.key, request.epoch, first_missing_token=0)
         return [
             AcceptFrames(request.key, tuple(reserved), len(request.token_ids)),
-            Reply(incoming.peer, m.Grant(*request.key, request.epoch, first_missing_token=0)),
+            Reply(incoming.sender.peer, grant),
         ]
 
     def _answer_those_who_wait(self) -> list[Action]:
         actions: list[Action] = []
-        for key, incoming in self._waiting.items():
-            if incoming.peer is not None and not incoming.told:
+        for incoming in self._waiting.values():
+            if incoming.sender is not None and not incoming.told:
                 incoming.told = True
-                actions.append(Reply(incoming.peer, m.Queued(*key, incoming.request.epoch)))
+                key, epoch = incoming.request.key, incoming.request.epoch
+                actions.append(Reply(incoming.sender.peer, m.Queued(*key, epoch)))
         return actions
 
     def _fail(
@@ -243,8 +247,9 @@ class Intake:
     ) -> list[Action]:
         request = incoming.request
         actions = self.release(request.key)
-        if incoming.peer is not None:
-            actions.append(Reply(incoming.peer, m.AbortAck(*request.key, epoch=request.epoch)))
+        if incoming.sender is not None:
+            ack = m.AbortAck(*request.key, epoch=request.epoch)
+            actions.append(Reply(incoming.sender.peer, ack))
         failed = m.Failed(*request.key, request.epoch, stage, reason, retriable)
         return [*actions, Report(failed)]
 

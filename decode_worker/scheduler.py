@@ -86,8 +86,13 @@ class DecodeScheduler:
         self._running.remove(sequence)
 
     def release(self, key: RequestKey) -> list[Sequence]:
-        """Every sequence of a request leaves and its blocks are freed."""
-        gone = [s for s in self.sequences if s.request.key == key]
+        """Every sequence of a request, at this attempt or one before it, leaves; its blocks are
+        freed."""
+        gone = [
+            s
+            for s in self.sequences
+            if s.request.key.request_id == key.request_id and s.request.key.attempt <= key.attempt
+        ]
         for sequence in gone:
             if sequence in self._running:
                 self.finish(sequence)

@@ -7,14 +7,22 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from decode_worker import intake as i
+from decode_worker import incoming as i
 from decode_worker.answers import Answers
 from decode_worker.intake import Intake, IntakeLimits
+from decode_worker.reception import Reception
+from decode_worker.refusals import Here
 from decode_worker.scheduler import DecodeScheduler
 from kv_transfer.base import FrameDropped, FrameWritten, KVReceiver, TransferKey
+from splitserve.draining import Draining
 from splitserve.engine.step import compute
 from splitserve.logs import LimitedLog
-from splitserve.membership import Membership, TerminationRequested
+from splitserve.membership import (
+    CoordinatorLost,
+    EpochChanged,
+    Membership,
+    TerminationRequested,
+)
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
@@ -44,12 +52,15 @@ class DecodeWorker:
         receiver: KVReceiver,
         membership: Membership,
         clock: Callable[[], float] = time.monotonic,
+        max_step_s: float = 60.0,
     ) -> None:
         self.blocks = BlockManager(runner.num_blocks)
         self.scheduler = DecodeScheduler(
             self.blocks, runner.layout.block_size, runner.max_num_batched_tokens
         )
-        limits = IntakeLimits(runner.config.max_num_seqs, runner.vocab_size)
+        limits = IntakeLimits(
+            runner.config.max_num_seqs, runner.vocab_size, runner.max_model_len, max_step_s
+        )
         self.intake = Intake(runner.layout, self.blocks, limits)
         self._runner = runner
         self._channel = channel
@@ -59,8 +70,10 @@ class DecodeWorker:
         self._answers = Answers(self.scheduler, runner, runner.layout.block_size, clock)
         self._prompts = self._answers.prompts
         self._moved = False  # the last turn computed something
-        self._draining = False
-        self._drain_due = float("inf")
+        self._draining = Draining()
+        self.reception = Reception(
+            self.intake, self.scheduler, self._prompts, self._draining, self._here()
+        )
         self._num_kv_bytes = 0
         self._num_frames_dropped = 0
         self._num_steps = 0
@@ -83,19 +96,20 @@ class DecodeWorker:
             case ControlReceived(message):
                 self._take_control(message)
             case DataReceived(peer, message):
-                self._take_data(peer, message)
+                self.act(self.reception.handle(peer, message, self._clock()))
             case FrameWritten():
                 self._num_kv_bytes += event.num_bytes
                 self.intake.written(event, self._clock())
             case FrameDropped(key, reason):
                 self._num_frames_dropped += 1
                 limited.warning("frame", f"dropped a frame of {key.request_id}: {reason}")
-            case SendFailed(peer, message) if peer == COORDINATOR:
-                raise RuntimeError(f"could not tell the coordinator {type(message).__name__}")
             case SendFailed(peer, message):
-                log.warning("could not send %s to %s", type(message).__name__, peer)
+                self._send_failed(peer, message)
             case TerminationRequested():
-                self._draining = True
+                self._draining.signalled(self._clock())
+                self._membership.start_draining()
+            case EpochChanged() | CoordinatorLost():
+                self._coordinator_changed(event)
             case ChannelFailed(reason):
                 raise RuntimeError(f"the I/O thread ended: {reason}")
             case _:
@@ -157,6 +171,11 @@ class DecodeWorker:
                 case i.Drop(key):
                     self._receiver.revoke(TransferKey(*key))
                     self.blocks.cancel(key)
+                case i.Quarantine(key, writer):
+                    self._receiver.revoke(TransferKey(*key))
+                    self.blocks.quarantine(key, writer)
+                case i.EndQuarantine(writer):
+                    self.blocks.end_quarantine(writer)
                 case i.Begin(request, first_tokens, order):
                     self._receiver.revoke(TransferKey(*request.key))
                     blocks = self.blocks.commit(request.key)
@@ -174,6 +193,7 @@ class DecodeWorker:
             num_blocks_free=counts.free,
             num_blocks_used=counts.used,
             num_blocks_reserved=counts.reserved,
+            num_blocks_quarantined=counts.quarantined,
             num_requests_running=self.scheduler.num_running,
             num_requests_waiting=self.intake.num_waiting + self.scheduler.num_preempted,
             num_transfers_in_flight=self.intake.num_granted,
@@ -190,95 +210,43 @@ class DecodeWorker:
         if not self.scheduler.sequences and self.intake.idle:
             self.blocks.check()
             counts = self.blocks.counts
-            assert counts.free == counts.total, "blocks are held by nobody"
+            assert counts.free + counts.quarantined == counts.total, "blocks are held by nobody"
             assert not self._prompts, "a prompt was not forgotten"
+
+    def _coordinator_changed(self, event: EpochChanged | CoordinatorLost) -> None:
+        """When it is lost, the loop turns, and leaves if it drains."""
+        if isinstance(event, EpochChanged) and event.epoch != self._membership.epoch:
+            self._membership.rejoin(tuple(m.Held(*key) for key in self.reception.held()))
 
     def _take_control(self, message: m.ToWorker | m.ToLauncher) -> None:
         match message:
+            case m.Welcome(_, keep):
+                if self._membership.welcomed(message):
+                    self.reception.here = self._here()
+                    kept = {RequestKey(held.request_id, held.attempt) for held in keep}
+                    self.act(self.reception.keep_only(kept))
             case m.Prefill():
-                self._open(Request.of(message, self._clock()), message, peer=None)
-            case m.Release(request_id, attempt):
-                self._release(RequestKey(request_id, attempt))
-            case m.Drain(_, deadline_s):
-                self._draining = True
-                self._drain_due = self._clock() + deadline_s
+                self.act(self.reception.prefill(message, self._clock()))
+            case m.Release() | m.PeerGone() | m.Drain():
+                if message.epoch == self._membership.epoch:
+                    self._obey(message, self._clock())
             case _:
                 log.warning("unexpected message %s", message)
 
-    def _take_data(self, peer: str, message: m.PrefillToDecode | m.DecodeToPrefill) -> None:
+    def _obey(self, message: m.Release | m.PeerGone | m.Drain, now: float) -> None:
+        """What the coordinator of this epoch says of what is here."""
         match message:
-            case m.Open():
-                self._open(Request.of(message, self._clock()), message, peer)
-            case m.Commit():
-                actions = self.intake.commit(message, self._clock())
-                if actions is None:
-                    self._acknowledge_abort(peer, message)
-                else:
-                    self.act(actions)
-            case m.Abort(request_id, attempt):
-                self._release(RequestKey(request_id, attempt))
-                self._acknowledge_abort(peer, message)
-            case _:
-                log.warning("unexpected message %s", message)
-
-    def _open(self, request: Request, message: m.Open | m.Prefill, peer: str | None) -> None:
-        """A prompt joins the line, or hears why not."""
-        refusal = self._refusal(request, message)
-        if refusal is None:
-            if peer is None:
-                self._prompts.arrived(request.key, self._clock())
-            self.intake.add(request, peer)
-        elif peer is None:
-            self._report_failure(request, "admission", *refusal)
-        else:
-            self.act([i.Reply(peer, m.Refuse(*request.key, request.epoch, *refusal))])
-
-    def _refusal(self, request: Request, message: m.Open | m.Prefill) -> tuple[str, bool] | None:
-        """Why a prompt can't be taken, and whether another worker might; None when it can."""
-        addressee = (
-            message.to_worker_id if isinstance(message, m.Open) else self._membership.worker_id
-        )
-        layout = message.layout if isinstance(message, m.Open) else self._runner.layout
-        if (addressee, message.epoch) != (self._membership.worker_id, self._membership.epoch):
-            here = f"{self._membership.worker_id} of epoch {self._membership.epoch}"
-            return f"meant for {addressee} of epoch {message.epoch}, this is {here}", True
-        if layout != self._runner.layout:
-            return f"KV layout is {layout} there and {self._runner.layout} here", False
-        if self._draining:
-            return f"decode worker {self._membership.worker_id} is draining", True
-        if self._knows(request.key):
-            return "this attempt is already here", False
-        if reason := self._impossible(request):
-            return reason, False
-        return None
-
-    def _impossible(self, request: Request) -> str | None:
-        """Why the request could never be served here, by its numbers. Peers may send anything."""
-        num_tokens = len(request.token_ids)
-        choice_ids = [choice.choice_id for choice in request.choices]
-        if not choice_ids or len(set(choice_ids)) != len(choice_ids):
-            return f"choice ids {choice_ids[:10]} are none, or not distinct"
-        if not 0 < request.num_prompt_tokens <= num_tokens < self._runner.max_model_len:
-            return f"{num_tokens} tokens do not fit in max_model_len {self._runner.max_model_len}"
-        token_ids = [*request.token_ids, *(token_id for token_id, _ in request.sampling.logit_bias)]
-        if min(token_ids) < 0 or max(token_ids) >= self._runner.vocab_size:
-            return f"a token id is outside the vocabulary of {self._runner.vocab_size}"
-        if self.intake.never_fits(request):
-            return f"{num_tokens} tokens never fit in {self.blocks.counts.total} blocks"
-        return None
-
-    def _knows(self, key: RequestKey) -> bool:
-        running = any(s.request.key == key for s in self.scheduler.sequences)
-        return running or self.intake.knows(key)
-
-    def _release(self, key: RequestKey) -> None:
-        """Forget a request wherever it is."""
-        self.act(self.intake.release(key))
-        self.scheduler.release(key)
-        self._prompts.forget(key)
+            case m.Release(request_id, attempt, _, deadline_s):
+                key = RequestKey(request_id, attempt)
+                self.act(self.reception.end(key, now + deadline_s, now))
+            case m.PeerGone(worker_id, _, reaped):
+                self.act(self.intake.peer_gone(worker_id, reaped, self._receiver.one_sided))
+            case m.Drain(_, deadline_s):
+                self._draining.told(deadline_s, now)
+                self._membership.start_draining()
 
     def _fail(self, request: Request, stage: m.Stage, reason: str, retriable: bool = True) -> None:
-        self._release(request.key)
+        self.act(self.reception.forget(request.key))
         self._report_failure(request, stage, reason, retriable)
 
     def _report_failure(
@@ -287,17 +255,25 @@ class DecodeWorker:
         failed = m.Failed(*request.key, request.epoch, stage, reason, retriable)
         self._channel.send_control(failed)
 
-    def _acknowledge_abort(self, peer: str, message: m.Commit | m.Abort) -> None:
-        ack = m.AbortAck(message.request_id, message.attempt, message.epoch)
-        self._channel.send_data(peer, ack)
+    def _send_failed(self, peer: str, message: m.Message) -> None:
+        if peer == COORDINATOR:
+            if self._membership.connected:
+                raise RuntimeError(f"could not tell the coordinator {type(message).__name__}")
+            return  # the next one asks what is here
+        log.warning("could not send %s to %s", type(message).__name__, peer)
+        if isinstance(message, m.Grant | m.Queued | m.Incomplete):
+            self.act(self.intake.unreachable(RequestKey(message.request_id, message.attempt)))
+
+    def _here(self) -> Here:
+        return Here(self._membership.worker_id, self._membership.epoch, self._runner.layout)
 
     def _wait_s(self) -> float | None:
         if self._moved:
             return 0
         dues = [s.request.deadline for s in self.scheduler.sequences]
-        due = min([*dues, self.intake.due() or float("inf"), self._drain_due])
+        due = min([*dues, self.intake.due() or float("inf"), self._draining.due])
         return None if due == float("inf") else max(0.0, due - self._clock())
 
     def _done(self) -> bool:
         idle = not self.scheduler.sequences and self.intake.idle
-        return self._draining and (idle or self._clock() >= self._drain_due)
+        return self._draining.over(idle, self._membership.connected, self._clock())

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from splitserve.config import KVLayout
 from splitserve.wire.messages import FrameHeader, Region
@@ -79,8 +79,12 @@ class KVSender(ABC):
 class KVReceiver(ABC):
     """The decode side of a transport.
 
+    `one_sided`: peers write into granted blocks themselves, so that a grant taken back does not
+    stop a peer that never hears of it. Otherwise all writes go through `accept`.
     `grant` and `revoke` are called on the engine thread, `accept` on the I/O thread.
     """
+
+    one_sided: ClassVar[bool] = False
 
     @abstractmethod
     def grant(self, key: TransferKey, block_ids: Sequence[int], num_tokens: int) -> None:

@@ -1,6 +1,9 @@
 """Which prompts a prefill worker computes next. Pure: no clock, no tensors, no sockets.
 
 submit ──► waiting ── admit: every block, or none ──► computing ── computed ──► held ── free
+
+There is one attempt at a request at a time. It may become the next one in any state (`rekey`),
+and keeps its place and its blocks.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from collections import OrderedDict
 
 from splitserve.scheduling.block_manager import BlockManager, blocks_for
 from splitserve.scheduling.chunking import Planned, plan_chunks
-from splitserve.scheduling.sequence import Request, RequestKey, Sequence
+from splitserve.scheduling.sequence import Request, Sequence
 
 
 class PrefillScheduler:
@@ -19,9 +22,9 @@ class PrefillScheduler:
         self.blocks = blocks
         self._block_size = block_size
         self._budget = max_num_batched_tokens
-        self._waiting: OrderedDict[RequestKey, Request] = OrderedDict()
-        self._computing: OrderedDict[RequestKey, Sequence] = OrderedDict()
-        self._held: dict[RequestKey, Sequence] = {}
+        self._waiting: OrderedDict[str, Request] = OrderedDict()  # all by request_id
+        self._computing: OrderedDict[str, Sequence] = OrderedDict()
+        self._held: dict[str, Sequence] = {}
         self._num_admitted = 0
 
     @property
@@ -36,11 +39,9 @@ class PrefillScheduler:
     def idle(self) -> bool:
         return not (self._waiting or self._computing or self._held)
 
-    def knows(self, key: RequestKey) -> bool:
-        return key in self._waiting or key in self._computing or key in self._held
-
     def submit(self, request: Request) -> None:
-        self._waiting[request.key] = request
+        assert self._sequence(request.key.request_id) is None, "a second attempt"
+        self._waiting[request.key.request_id] = request
 
     def never_fits(self, request: Request) -> bool:
         """Whether the prompt needs more blocks than there are, or is none."""
@@ -50,17 +51,17 @@ class PrefillScheduler:
         """Prompts that now hold every block they need, in order of arrival."""
         admitted = []
         while self._waiting:
-            request = next(iter(self._waiting.values()))
+            request_id, request = next(iter(self._waiting.items()))
             block_ids = self.blocks.allocate(self._blocks_for(request))
             if block_ids is None:
                 break
-            del self._waiting[request.key]
+            del self._waiting[request_id]
             self._num_admitted += 1
             sequence = Sequence(
                 request, request.choices, list(request.token_ids), self._num_admitted, block_ids
             )
             sequence.is_prompt = True
-            self._computing[request.key] = sequence
+            self._computing[request_id] = sequence
             admitted.append(sequence)
         return admitted
 
@@ -72,27 +73,37 @@ class PrefillScheduler:
         for chunk in plan:
             chunk.sequence.num_computed = chunk.end
             if chunk.samples:
-                key = chunk.sequence.request.key
-                self._held[key] = self._computing.pop(key)
+                request_id = chunk.sequence.request.key.request_id
+                self._held[request_id] = self._computing.pop(request_id)
 
-    def block_ids(self, key: RequestKey) -> list[int]:
+    def block_ids(self, request_id: str) -> list[int]:
         """The blocks of an admitted prompt."""
-        return (self._computing.get(key) or self._held[key]).block_ids
+        sequence = self._sequence(request_id)
+        assert sequence is not None, f"{request_id} holds no blocks"
+        return sequence.block_ids
 
-    def release(self, key: RequestKey) -> bool:
+    def rekey(self, request: Request) -> None:
+        """A prompt that is here is another attempt from now on."""
+        request_id = request.key.request_id
+        if request_id in self._waiting:
+            self._waiting[request_id] = request
+            return
+        sequence = self._sequence(request_id)
+        assert sequence is not None, f"{request_id} is not here"
+        sequence.request = request
+
+    def release(self, request_id: str) -> bool:
         """Forget a prompt wherever it is and free its blocks. False when it is not here."""
-        if self._waiting.pop(key, None) is not None:
+        if self._waiting.pop(request_id, None) is not None:
             return True
-        sequence = self._computing.pop(key, None) or self._held.pop(key, None)
+        sequence = self._computing.pop(request_id, None) or self._held.pop(request_id, None)
         if sequence is None:
             return False
         self.blocks.free(sequence.block_ids)
         return True
 
-    def requests(self) -> list[Request]:
-        """Every prompt here, oldest first."""
-        admitted = [*self._held.values(), *self._computing.values()]
-        return [*(sequence.request for sequence in admitted), *self._waiting.values()]
+    def _sequence(self, request_id: str) -> Sequence | None:
+        return self._computing.get(request_id) or self._held.get(request_id)
 
     def _blocks_for(self, request: Request) -> int:
         return blocks_for(len(request.token_ids), self._block_size)

@@ -9,10 +9,26 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.base import KVSender
 from kv_transfer.chunks import MAX_FRAME_BYTES
-from prefill_worker.handoff import Action, Disconnect, Finish, Handoffs, Send, SendFrame
+from prefill_worker.handoff import (
+    Action,
+    Disconnect,
+    Finish,
+    Rekey,
+    Report,
+    Send,
+    SendFrame,
+    Target,
+)
+from prefill_worker.handoffs import Handoffs
 from prefill_worker.scheduler import PrefillScheduler
+from splitserve.draining import Draining
 from splitserve.engine.step import compute
-from splitserve.membership import Membership, TerminationRequested
+from splitserve.membership import (
+    CoordinatorLost,
+    EpochChanged,
+    Membership,
+    TerminationRequested,
+)
 from splitserve.request import SampledToken
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.chunking import Planned
@@ -57,9 +73,7 @@ class PrefillWorker:
         self._membership = membership
         self._clock = clock
         self._prompts = PromptClock()
-        self._decode: dict[RequestKey, tuple[str, str]] = {}
-        self._draining = False
-        self._drain_due = float("inf")
+        self._draining = Draining()
         self._num_tokens = 0
         self._num_kv_bytes = 0
         self._num_steps = 0
@@ -92,7 +106,13 @@ class PrefillWorker:
             case SendFailed(peer, message):
                 self._send_failed(peer, message)
             case TerminationRequested():
-                self._draining = True
+                self._draining.signalled(now)
+                self._membership.start_draining()
+            case EpochChanged(epoch):
+                if epoch != self._membership.epoch:
+                    self._membership.rejoin(tuple(m.Held(*key) for key in self.handoffs.keys))
+            case CoordinatorLost():
+                pass  # the loop turns, and leaves if it drains
             case ChannelFailed(reason):
                 raise RuntimeError(f"the I/O thread ended: {reason}")
             case RoomAvailable():
@@ -102,20 +122,14 @@ class PrefillWorker:
 
     def expire(self) -> None:
         """Give up what is late."""
-        now = self._clock()
-        self.act(self.handoffs.expire(now))
-        for request in self.scheduler.requests():
-            if request.deadline <= now:
-                self._fail(request, "deadline", "the request's deadline passed", retriable=False)
+        self.act(self.handoffs.expire(self._clock()))
 
     def admit(self) -> None:
         """Prompts that now hold their blocks are announced to their decode workers."""
         now = self._clock()
         for sequence in self.scheduler.admit():
-            request = sequence.request
-            if request.sampling.max_tokens > 1:
-                to = self._decode[request.key]
-                self.act([self.handoffs.open(request, to, self._membership.epoch, now)])
+            key = sequence.request.key
+            self.act(self.handoffs.open(key, self._membership.epoch, now))
 
     def compute(self) -> None:
         """One forward pass over the next chunks."""
@@ -125,12 +139,13 @@ class PrefillWorker:
         now = self._clock()
         for chunk in plan:
             self._prompts.started(chunk.sequence.request.key, now)
+        self.act(self.handoffs.before_step(now))
         results = compute(self._runner, plan)
         self._num_steps += 1
         self.scheduler.computed(plan)
         for planned, result in zip(plan, results, strict=True):
             if isinstance(result, str):
-                self._fail(planned.sequence.request, "prefill", result)
+                self.act(self.handoffs.fail(planned.sequence.request.key, "prefill", result))
             else:
                 self._computed(planned, result)
 
@@ -147,12 +162,19 @@ class PrefillWorker:
                     self._channel.send_data(peer, message)
                 case SendFrame(peer, key, epoch, region):
                     header = m.FrameHeader(*key, epoch=epoch, region=region, checksum=0)
-                    block_ids = self.scheduler.block_ids(key)
+                    block_ids = self.scheduler.block_ids(key.request_id)
                     self._num_kv_bytes += self._sender.send(peer, header, block_ids)
                     self.handoffs.sent(key, self._clock())
                 case Finish(key, report):
-                    self._forget(key)
-                    self._channel.send_control(report)
+                    self.scheduler.release(key.request_id)
+                    self._prompts.forget(key)
+                    if report is not None:
+                        self._channel.send_control(report)
+                case Report(message):
+                    self._channel.send_control(message)
+                case Rekey(old, request):
+                    self.scheduler.rekey(request)
+                    self._prompts.rename(old, request.key)
                 case Disconnect(peer):
                     self._channel.disconnect(peer)
 
@@ -176,44 +198,66 @@ class PrefillWorker:
         if self.scheduler.idle:
             self.blocks.check()
             assert self.blocks.counts.used == 0, "blocks are held by nobody"
-            assert not (self._prompts or self._decode), "a prompt was not forgotten"
+            assert not (self._prompts or self.handoffs), "a prompt was not forgotten"
 
     def _take_control(self, message: m.ToWorker | m.ToLauncher, now: float) -> None:
         match message:
+            case m.Welcome(_, keep):
+                if self._membership.welcomed(message):
+                    self.act(
+                        self.handoffs.keep_only({RequestKey(h.request_id, h.attempt) for h in keep})
+                    )
             case m.Prefill():
                 self._submit(message, now)
-            case m.Release(request_id, attempt):
-                key = RequestKey(request_id, attempt)
-                self.act(list(self.handoffs.release(key)))
-                self._forget(key)
-            case m.Drain(_, deadline_s):
-                self._draining = True
-                self._drain_due = now + deadline_s
+            case m.Retarget() | m.Release() | m.PeerGone() | m.Drain():
+                if message.epoch == self._membership.epoch:
+                    self._obey(message, now)
             case _:
                 log.warning("unexpected message %s", message)
 
+    def _obey(self, message: m.Retarget | m.Release | m.PeerGone | m.Drain, now: float) -> None:
+        """What the coordinator of this epoch says of what is here."""
+        match message:
+            case m.Retarget():
+                self.act(self.handoffs.retarget(message, self._membership.epoch, now))
+            case m.Release(request_id, attempt):
+                self.act(self.handoffs.release(RequestKey(request_id, attempt)))
+            case m.PeerGone(worker_id):
+                self.act(self.handoffs.peer_gone(worker_id))
+            case m.Drain(_, deadline_s):
+                self._draining.told(deadline_s, now)
+                self._membership.start_draining()
+
     def _submit(self, message: m.Prefill, now: float) -> None:
         request = Request.of(message, now)
-        if self.scheduler.knows(request.key):
-            log.warning("dropped Prefill %s: it is already here", request.key)
-        elif message.epoch != self._membership.epoch:
-            reason = f"epoch is {self._membership.epoch} here, not {message.epoch}"
-            self._report_failure(request, "admission", reason, retriable=True)
-        elif self._draining:
-            reason = f"prefill worker {self._membership.worker_id} is draining"
-            self._report_failure(request, "admission", reason, retriable=True)
-        elif self.scheduler.never_fits(request):
-            reason = (
-                f"{len(request.token_ids)} tokens never fit in {self.blocks.counts.total} blocks"
-            )
-            self._report_failure(request, "admission", reason, retriable=False)
-        elif message.decode_worker_id is None or message.decode_endpoint is None:
-            reason = "Prefill without a decode worker"
-            self._report_failure(request, "admission", reason, retriable=False)
-        else:
-            self._prompts.arrived(request.key, now)
-            self._decode[request.key] = (message.decode_worker_id, message.decode_endpoint)
-            self.scheduler.submit(request)
+        held = self.handoffs.attempt_of(message.request_id)
+        if held is not None and held >= message.attempt:
+            log.warning("dropped Prefill %s: attempt %d is here", request.key, held)
+            return
+        self.act(self.handoffs.release(request.key))  # an older attempt
+        refusal = self._refusal(request, message)
+        if refusal is not None:
+            report = m.Failed(*request.key, request.epoch, "admission", *refusal)
+            self._channel.send_control(report)
+            return
+        assert message.decode_worker_id is not None and message.decode_endpoint is not None
+        self._prompts.arrived(request.key, now)
+        target = Target(message.decode_worker_id, message.decode_endpoint)
+        self.handoffs.add(request, target, now)
+        self.scheduler.submit(request)
+
+    def _refusal(self, request: Request, message: m.Prefill) -> tuple[str, bool] | None:
+        """Why a prompt can't be taken, and whether another worker might; None when it can."""
+        if message.epoch != self._membership.epoch:
+            return f"epoch is {self._membership.epoch} here, not {message.epoch}", True
+        if self._draining.started:
+            return f"prefill worker {self._membership.worker_id} is draining", True
+        if self.scheduler.never_fits(request):
+            num_blocks = self.blocks.counts.total
+            return f"{len(request.token_ids)} tokens never fit in {num_blocks} blocks", False
+        if message.decode_worker_id is None or message.decode_endpoint is None:
+            return "Prefill without a decode worker", False
+        return None
 
     def _computed(self, planned: Planned, tokens: tuple[SampledToken, ...]) -> None:
         key = planned.sequence.request.key
@@ -231,38 +275,24 @@ class PrefillWorker:
         first = m.FirstToken(*request.key, request.epoch, rows, queued_s, prefill_s)
         self._channel.send_control(first)
         unfinished = [row for row in rows if row.finish is None]
-        self.act(self.handoffs.prompt_finished(request, unfinished, now))
+        self.act(self.handoffs.prompt_finished(request.key, unfinished, now))
 
     def _send_failed(self, peer: str, message: object) -> None:
         if peer == COORDINATOR:
-            raise RuntimeError(f"could not tell the coordinator {type(message).__name__}")
+            if self._membership.connected:
+                raise RuntimeError(f"could not tell the coordinator {type(message).__name__}")
+            return  # the next one asks what is here
         log.warning("could not send %s to %s", type(message).__name__, peer)
-        if isinstance(message, m.Open | m.FrameHeader | m.Commit):
+        if isinstance(message, m.Open | m.FrameHeader | m.Computing | m.Commit):
             key = RequestKey(message.request_id, message.attempt)
             self.act(self.handoffs.send_failed(key, f"the decode worker at {peer} is unreachable"))
-
-    def _fail(self, request: Request, stage: m.Stage, reason: str, retriable: bool = True) -> None:
-        self.act(self.handoffs.release(request.key))
-        self._forget(request.key)
-        self._report_failure(request, stage, reason, retriable)
-
-    def _report_failure(
-        self, request: Request, stage: m.Stage, reason: str, retriable: bool
-    ) -> None:
-        report = m.Failed(*request.key, request.epoch, stage, reason, retriable)
-        self._channel.send_control(report)
-
-    def _forget(self, key: RequestKey) -> None:
-        self.scheduler.release(key)
-        self._prompts.forget(key)
-        self._decode.pop(key, None)
 
     def _wait_s(self) -> float | None:
         if self.scheduler.num_computing:
             return 0
-        dues = [r.deadline for r in self.scheduler.requests()]
-        due = min([*dues, self.handoffs.due() or float("inf"), self._drain_due])
+        due = min(self.handoffs.due() or float("inf"), self._draining.due)
         return None if due == float("inf") else max(0.0, due - self._clock())
 
     def _done(self) -> bool:
-        return self._draining and (self.scheduler.idle or self._clock() >= self._drain_due)
+        idle, connected = self.scheduler.idle, self._membership.connected
+        return self._draining.over(idle, connected, self._clock())

@@ -17,6 +17,7 @@ from splitserve.calls import (
     chat_call,
     completion_call,
 )
+from splitserve.config import Role
 from splitserve.jobs import AsyncJob
 from splitserve.request import SamplingParams
 from splitserve.streams import AsyncStream, decoded, failure_of, http_options
@@ -122,6 +123,10 @@ class AsyncClient:
     async def scale(self, *, prefill: int, decode: int) -> dict[str, Any]:
         """Set the wanted numbers of workers; returns at once, with the target."""
         return await self._json("POST", "/cluster/scale", {"prefill": prefill, "decode": decode})
+
+    async def restart(self, pool: Role) -> dict[str, Any]:
+        """Begin to replace the workers of a pool one by one; returns at once, with their ids."""
+        return await self._json("POST", "/cluster/restart", {"pool": pool})
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -1,4 +1,4 @@
-"""The command line: `splitserve serve | up | down | scale | status | chat | bench`."""
+"""The command line: `splitserve serve | up | down | scale | restart | status | chat | bench`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from splitserve import __version__
 from splitserve.commands.bench import bench
 from splitserve.commands.chat import chat
 from splitserve.commands.errors import show_error
-from splitserve.commands.later import profile, restart
+from splitserve.commands.later import profile
 from splitserve.commands.plain_help import PlainCommand
 from splitserve.commands.ray import down, up
-from splitserve.commands.running import scale, status
+from splitserve.commands.running import restart, scale, status
 from splitserve.commands.serve import serve
 from splitserve.errors import ConfigError, SplitserveError
 
@@ -24,9 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help and errors: a box cuts long names, also in a pipe
 )
-for command in (serve, up, down, scale, status, chat, bench):
+for command in (serve, up, down, scale, restart, status, chat, bench):
     app.command(cls=PlainCommand)(command)
-for command in (restart, profile):
+for command in (profile,):
     app.command(cls=PlainCommand, hidden=True)(command)
 
 

@@ -18,6 +18,7 @@ from splitserve.calls import (
     chat_call,
     completion_call,
 )
+from splitserve.config import Role
 from splitserve.jobs import AsyncJob, Job
 from splitserve.request import SamplingParams
 from splitserve.streams import AsyncStream, Stream, decoded, failure_of, http_options
@@ -137,6 +138,10 @@ class Client:
     def scale(self, *, prefill: int, decode: int) -> dict[str, Any]:
         """Set the wanted numbers of workers; returns at once, with the target."""
         return self._json("POST", "/cluster/scale", {"prefill": prefill, "decode": decode})
+
+    def restart(self, pool: Role) -> dict[str, Any]:
+        """Begin to replace the workers of a pool one by one; returns at once, with their ids."""
+        return self._json("POST", "/cluster/restart", {"pool": pool})
 
     def close(self) -> None:
         self._http.close()

@@ -126,7 +126,8 @@ class CoordinatorConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: the kernel picks; reported in the Ready message
     api_keys: tuple[str, ...] = ()
-    control_host: str = "127.0.0.1"  # where the control ROUTER binds (port 0)
+    control_host: str = "127.0.0.1"  # where the control ROUTER binds
+    control_port: int = 0  # 0: the kernel picks
     advertise_host: str | None = None  # what peers connect to; None: control_host
     num_prefill: int = 1  # targets
     num_decode: int = 1
@@ -136,6 +137,9 @@ class CoordinatorConfig:
     generation_config: Literal["auto", "vllm"] = "auto"
     liveness: Liveness = field(default_factory=Liveness)
     keys: CurveKeys | None = None
+    successor: bool = False  # it replaces one that died: workers of that one will say Hello
+    max_restarts: int = 5  # of one worker, in 5 minutes
+    drain_grace_s: float = 30.0  # how long a worker that leaves may keep its streams
     parent_pid: int | None = None
     log_level: str = "info"
 

@@ -174,6 +174,22 @@ _CLUSTER = (
         high=86400,
     ),
     _top(
+        "max_restarts",
+        "int",
+        "Restarts of one worker, or of the coordinator, in 5 minutes before it is given up.",
+        default_of(CoordinatorConfig, "max_restarts"),
+        low=0,
+        high=1000,
+    ),
+    _top(
+        "drain_grace_s",
+        "float",
+        "How long a worker that leaves may keep its streams before they are moved, in seconds.",
+        default_of(CoordinatorConfig, "drain_grace_s"),
+        low=0,
+        high=86400,
+    ),
+    _top(
         "request_timeout_s",
         "float",
         "Deadline of a request, in seconds.",

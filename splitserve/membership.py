@@ -2,10 +2,16 @@
 
 Shared by both worker roles. The worker's loop owns what it does with messages; this owns who the
 worker is and that the coordinator knows it lives.
+
+A worker outlives its coordinator. CoordinatorLost comes when that one's process is gone. When
+another answers, EpochChanged comes and the loop says `rejoin` with what it holds; on the Welcome
+that follows it says `welcomed`, and frees what the Welcome doesn't keep. Until then the loop goes
+on as before.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -18,9 +24,17 @@ from splitserve.config import WorkerConfig
 from splitserve.errors import LaunchError, MismatchError
 from splitserve.wire import messages as m
 from splitserve.wire.channel import Channel, ControlReceived
-from splitserve.wire.heartbeat import Heartbeat
+from splitserve.wire.heartbeat import CoordinatorLost, EpochChanged, Heartbeat
+
+__all__ = [
+    "CoordinatorLost",
+    "EpochChanged",
+    "Membership",
+    "TerminationRequested",
+]
 
 WELCOME_TIMEOUT_S = 30.0
+_HELLO_AGAIN_S = 3.0  # the coordinator that had our Hello may be dead
 
 log = logging.getLogger(__name__)
 
@@ -38,40 +52,72 @@ class Membership:
         self.epoch = ""
         self._config = config
         self._channel = channel
+        self._hello = m.Hello(
+            worker_id=worker_id,
+            role=config.role,
+            launch_id=config.launch_id,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
         self._heartbeat = Heartbeat(
             config.control_endpoint,
             worker_id,
             config.liveness.heartbeat_interval_s,
             config.keys,
+            channel.post,
         )
+
+    @property
+    def connected(self) -> bool:
+        """Whether a coordinator's process is at the other end, known to this worker or not."""
+        return self._heartbeat.connected
 
     def join(self, facts: m.WorkerFacts, endpoints: tuple[str, ...] = ()) -> None:
         """Say Hello and wait for Welcome. Raises MismatchError, or LaunchError on silence."""
-        hello = m.Hello(
-            worker_id=self.worker_id,
-            role=self._config.role,
-            launch_id=self._config.launch_id,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            endpoints=endpoints,
-            facts=facts,
-        )
-        self._channel.send_control(hello)
+        self._hello = dataclasses.replace(self._hello, endpoints=endpoints, facts=facts)
         self.epoch = self._wait_for_welcome()
         self._heartbeat.start(self.epoch)
         log.info("joined epoch %s", self.epoch)
+
+    def rejoin(self, held: tuple[m.Held, ...]) -> None:
+        """After EpochChanged: say Hello again, with all that this worker holds.
+
+        Its answer comes through `receive`: a Welcome, or a MismatchError. When none comes, there
+        will be another EpochChanged.
+        """
+        log.info("the coordinator is another one; saying Hello again, holding %d", len(held))
+        self._channel.send_control(dataclasses.replace(self._hello, held=held))
+
+    def welcomed(self, welcome: m.Welcome) -> bool:
+        """Belong to the coordinator that said this; whether it is another one than before.
+
+        If so, all that is not in `welcome.keep` is to be freed.
+        """
+        if welcome.epoch == self.epoch:
+            return False
+        self.epoch = welcome.epoch
+        self._heartbeat.adopt(welcome.epoch)
+        log.info("joined epoch %s", self.epoch)
+        return True
+
+    def start_draining(self) -> None:
+        """Tell the coordinator, now and with every beat, that this worker takes nothing new."""
+        self._heartbeat.drain()
 
     def turn(self, stats: m.WorkerStats) -> None:
         """The loop has turned; tell the coordinator what changed."""
         self._heartbeat.publish(stats)
 
     def receive(self, timeout_s: float | None) -> list[object]:
-        """The channel's events. While it waits here a loop is idle, not stuck."""
+        """The channel's events. While it waits here a loop is idle, not stuck.
+
+        Raises MismatchError when the coordinator won't have this worker any more.
+        """
         if timeout_s == 0:
-            return self._channel.receive(0)
+            return self._checked(self._channel.receive(0))
         self._heartbeat.idle(True)
         try:
-            return self._channel.receive(timeout_s)
+            return self._checked(self._channel.receive(timeout_s))
         finally:
             self._heartbeat.idle(False)
 
@@ -88,19 +134,32 @@ class Membership:
         signal.signal(number, signal.SIG_DFL)
         self._channel.post(TerminationRequested())
 
+    def _checked(self, events: list[object]) -> list[object]:
+        for event in events:
+            if isinstance(event, ControlReceived) and isinstance(event.message, m.Reject):
+                raise MismatchError(f"the coordinator refused this worker: {event.message.reason}")
+        return events
+
     def _wait_for_welcome(self) -> str:
         deadline = time.monotonic() + WELCOME_TIMEOUT_S
-        while (left := deadline - time.monotonic()) > 0:
-            for event in self._channel.receive(left):
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._channel.send_control(self._hello)
+            epoch = self._welcome_within(min(left_s, _HELLO_AGAIN_S))
+            if epoch is not None:
+                return epoch
+        raise LaunchError(
+            f"no Welcome from {self._config.control_endpoint} within {WELCOME_TIMEOUT_S:g} s"
+        )
+
+    def _welcome_within(self, timeout_s: float) -> str | None:
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            for event in self._checked(self._channel.receive(left_s)):
                 match event:
                     case ControlReceived(m.Welcome(epoch)):
                         return epoch
-                    case ControlReceived(m.Reject(reason)):
-                        raise MismatchError(f"the coordinator refused this worker: {reason}")
                     case TerminationRequested():
                         raise LaunchError("stopped before the coordinator welcomed this worker")
                     case _:
                         log.warning("before Welcome: %s", event)
-        raise LaunchError(
-            f"no Welcome from {self._config.control_endpoint} within {WELCOME_TIMEOUT_S:g} s"
-        )
+        return None

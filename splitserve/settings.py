@@ -68,6 +68,8 @@ class ServeSettings:
     decode: PoolSettings
     transport: Literal["tcp"]
     liveness: Liveness
+    max_restarts: int
+    drain_grace_s: float
     request_timeout_s: float
     max_queue: int
     router: Literal["round_robin", "least_loaded"]
@@ -254,6 +256,8 @@ def _build(values: Mapping[str, Any]) -> ServeSettings:
             stall_timeout_s=values["stall_timeout_s"],
             max_step_s=values["max_step_s"],
         ),
+        max_restarts=values["max_restarts"],
+        drain_grace_s=values["drain_grace_s"],
         request_timeout_s=values["request_timeout_s"],
         max_queue=values["max_queue"],
         router=values["router"],

@@ -52,7 +52,8 @@ class FakeRunner:
         self.kv_cache = FakeStore(LAYOUT, self.num_blocks)
         self.config = EngineConfig("fake", max_num_seqs=self.max_num_seqs)
         self.copies: list[tuple[int, int]] = []
-        self.at_full_speed = threading.Event()  # cleared: a step takes 20 ms
+        self.step_s = 0.02
+        self.at_full_speed = threading.Event()  # cleared: a step takes `step_s`
         self.at_full_speed.set()
 
     def facts(self) -> WorkerFacts:
@@ -61,7 +62,7 @@ class FakeRunner:
         return WorkerFacts(*limits, self.max_model_len, LAYOUT, same, 1, "cpu")
 
     def step(self, chunks: Sequence[Chunk]) -> list[tuple[SampledToken, ...]]:
-        self.at_full_speed.wait(0.02)
+        self.at_full_speed.wait(self.step_s)
         for chunk in chunks:
             self._compute(chunk)
         return [tuple(self._sample(row) for row in chunk.samples) for chunk in chunks]

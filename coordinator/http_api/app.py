@@ -33,6 +33,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/metrics", cluster.metrics),
     ("GET", "/cluster", cluster.cluster),
     ("POST", "/cluster/scale", cluster.scale),
+    ("POST", "/cluster/restart", cluster.restart),
 )
 
 

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 
 from coordinator.http_api.body import read_object
 from coordinator.http_api.errors import JsonResponse
-from coordinator.http_api.schemas import ScaleBody, validate
+from coordinator.http_api.schemas import RestartBody, ScaleBody, validate
 from coordinator.service import Service
 from splitserve.metrics import CONTENT_TYPE
 
@@ -37,6 +37,11 @@ async def scale(service: Service, request: Request) -> Response:
     body = validate(ScaleBody, await read_object(request))
     target = service.scale(body.prefill, body.decode)
     return JsonResponse({"target": target}, 202)
+
+
+async def restart(service: Service, request: Request) -> Response:
+    body = validate(RestartBody, await read_object(request))
+    return JsonResponse({"worker_ids": service.restart(body.pool)}, 202)
 
 
 async def metrics(service: Service, _request: Request) -> Response:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from splitserve.config import Role
 from splitserve.errors import InvalidRequestError
 
 MAX_STOPS = 16
@@ -104,6 +105,10 @@ class DetokenizeBody(Strict):
 class ScaleBody(Strict):
     prefill: int
     decode: int
+
+
+class RestartBody(Strict):
+    pool: Role
 
 
 def validate(schema: type[Schema], body: Mapping[str, Any]) -> Schema:

@@ -8,11 +8,6 @@ from rich.console import Console
 _EXIT_NOT_BUILT = 2
 
 
-def restart(pool: str = typer.Option(..., help="prefill or decode.")) -> None:
-    """Restart the workers of a pool one by one (from version 0.2 on)."""
-    _not_built("restart", "0.2")
-
-
 def profile() -> None:
     """Show where the time of a step goes (from version 0.3 on)."""
     _not_built("profile", "0.3")

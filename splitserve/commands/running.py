@@ -1,7 +1,9 @@
-"""Commands about a running cluster: `scale`, `status`."""
+"""Commands about a running cluster: `scale`, `restart`, `status`."""
 
 from __future__ import annotations
 
+import time
+from enum import StrEnum
 from typing import Any
 
 import typer
@@ -10,11 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from splitserve.commands.options import API_KEY, BASE_URL
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, UnavailableError
 
 _COLUMNS = ("state", "pid", "host", "run / wait", "blocks used / all", "tokens in / out")
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
+_POLL_S = 0.5
 _PIPE_WIDTH = 200  # of a table that no terminal bounds
+
+
+class Pool(StrEnum):
+    """As `--pool` takes it."""
+
+    prefill = "prefill"
+    decode = "decode"
 
 
 def scale(
@@ -37,6 +47,30 @@ def scale(
     print(f"wanted: {prefill} prefill, {decode} decode; see `splitserve status`")
 
 
+def restart(
+    pool: Pool = typer.Option(..., help="Which workers to replace."),
+    timeout_s: float = typer.Option(600.0, min=1, help="For how long to watch it happen."),
+    base_url: str = BASE_URL,
+    api_key: str | None = API_KEY,
+) -> None:
+    """Replace the workers of a pool one by one; each leaves when its replacement is ready."""
+    from splitserve.client import Client
+
+    with Client(base_url, api_key) as client:
+        waiting = set(client.restart(pool.value)["worker_ids"])
+        print(f"replacing {', '.join(sorted(waiting)) or 'nobody: the pool is empty'}")
+        deadline = time.monotonic() + timeout_s
+        while waiting and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # between two looks at another process
+            workers = client.cluster()["workers"]
+            left = {w["worker_id"] for w in workers if w["state"] != "dead"}
+            for worker_id in sorted(waiting - left):
+                print(f"{worker_id} is replaced")
+            waiting &= left
+    if waiting:
+        raise UnavailableError(f"still there: {', '.join(sorted(waiting))}; `splitserve status`")
+
+
 def status(
     base_url: str = BASE_URL,
     api_key: str | None = API_KEY,
@@ -54,6 +88,8 @@ def status(
     workers = cluster["workers"]
     listed = [one for one in workers if show_all or one["state"] != "dead"]
     console.print(worker_table(listed))
+    for failure in cluster["failures"]:
+        console.print(failure_text(failure), markup=False, soft_wrap=True)
     if num_dead := len(workers) - len(listed):
         noun = "worker" if num_dead == 1 else "workers"
         console.print(f"{num_dead} dead {noun} (--all lists them)")
@@ -67,6 +103,15 @@ def headline(cluster: dict[str, Any]) -> str:
         f"{coordinator['num_requests_in_flight']} requests in flight, "
         f"{coordinator['num_requests_waiting']} waiting"
     )
+
+
+def failure_text(failure: dict[str, Any]) -> str:
+    """Why a worker's process died the first time, with the end of what it printed then."""
+    times = "once" if failure["num_failures"] == 1 else f"{failure['num_failures']} times"
+    then = "given up" if failure["given_up"] else "started again"
+    text = f"{failure['role']}: died {times}, {then}; first {failure['launch_id']}: "
+    lines = "".join(f"\n    {line}" for line in failure["last_lines"].splitlines())
+    return f"{text}{failure['reason']}{lines}"
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:

@@ -105,12 +105,7 @@ class HostedLauncher:
                 parent_pid=os.getpid(),
                 worker_model=settings.model,  # every node resolves it for itself
             )
-            self._launcher = Launcher(
-                self._make_spawner(plan),
-                start_timeout_s=settings.start_timeout_s,
-                stop_grace_s=settings.stop_grace_s,
-                keys=keys,
-            )
+            self._launcher = Launcher(self._make_spawner(plan), settings, keys)
             return Outcome(base_url=self._launcher.start())
         except SplitserveError as error:
             return Outcome(failure=str(error))

@@ -3,25 +3,25 @@
     Launcher ──start──► Spawner ──► coordinator, workers         (local.py, ray_workers.py)
        ▲  ▲                │ CoordinatorUp, Exited
        │  └── Inbox ◄──────┘
-       └── DEALER ── Hello, ProcessExited ──► coordinator ── Welcome, Start, Stop, Ready ──► back
+       └── DEALER ── Hello, ProcessExited ──► coordinator ── Start, Stop, Targets, Ready ──► back
 
-One thread runs it all and waits in one place, for a message or for something in the inbox.
+One thread runs it all and waits in one place, for a message or for something in the inbox. What it
+does for the coordinator's own life is in coordinator_life.py.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
-import uuid
+from typing import TYPE_CHECKING
 
 import zmq
 
 from splitserve.config import CurveKeys, Role
-from splitserve.errors import LaunchError, ProtocolError
+from splitserve.errors import LaunchError
 from splitserve.launch.child import Exited
+from splitserve.launch.coordinator_life import CoordinatorLife
 from splitserve.launch.plan import WorkerPlace
 from splitserve.launch.spawner import (
     COORDINATOR,
@@ -31,21 +31,10 @@ from splitserve.launch.spawner import (
     Spawner,
     StopRequested,
 )
-from splitserve.wire.codec import decoder_for, encode
-from splitserve.wire.links import dealer
-from splitserve.wire.messages import (
-    Hello,
-    ProcessExited,
-    Ready,
-    Reject,
-    Start,
-    Stop,
-    ToCoordinator,
-    ToLauncher,
-    Welcome,
-)
+from splitserve.wire import messages as m
 
-_IDLE_WAIT_S = 60.0  # how long one wait may last when nothing is due
+if TYPE_CHECKING:
+    from splitserve.settings import ServeSettings
 
 log = logging.getLogger(__name__)
 
@@ -54,23 +43,17 @@ class Launcher:
     """Owns the life of one cluster: from the coordinator's start until everything is reaped."""
 
     def __init__(
-        self,
-        spawner: Spawner,
-        *,
-        start_timeout_s: float,
-        stop_grace_s: float,
-        keys: CurveKeys | None,
+        self, spawner: Spawner, settings: ServeSettings, keys: CurveKeys | None = None
     ) -> None:
         self._spawner = spawner
-        self._start_timeout_s = start_timeout_s
-        self._stop_grace_s = stop_grace_s
-        self._keys = keys
+        self._start_timeout_s = settings.start_timeout_s
+        self._stop_grace_s = settings.stop_grace_s
         self._inbox = Inbox()
+        self._coordinator = CoordinatorLife(spawner, self._inbox, settings, keys)
         self._places: dict[str, WorkerPlace] = {}  # workers not yet seen to exit
         self._stopping: set[str] = set()  # those we were told to stop
-        self._control_endpoint: str | None = None
-        self._channel: _Channel | None = None
-        self._ready: Ready | None = None
+        self._held_back: dict[str, m.Start] = {}  # until the process of the same name has ended
+        self._ready: m.Ready | None = None
         self._failure: LaunchError | None = None
         self._stop = False
         self._changed = threading.Condition()
@@ -131,7 +114,7 @@ class Launcher:
     def _run(self) -> None:
         try:
             ready_by = time.monotonic() + self._start_timeout_s
-            self._spawner.start_coordinator(self._inbox)
+            self._coordinator.start()
             self._loop(ready_by)
         except LaunchError as error:
             self._failure = error
@@ -140,8 +123,7 @@ class Launcher:
             self._failure = LaunchError(f"the launcher failed: {error!r}")
         finally:
             self._spawner.close(0.5 if self._failure and not self._ready else self._stop_grace_s)
-            if self._channel is not None:
-                self._channel.close()
+            self._coordinator.close()
             self._inbox.close()
             with self._changed:
                 self._done = True
@@ -149,30 +131,39 @@ class Launcher:
 
     def _loop(self, ready_by: float) -> None:
         while not self._stop:
-            self._wait(_IDLE_WAIT_S if self._ready else ready_by - time.monotonic())
+            self._wait(None if self._ready else ready_by)
+            for message in self._coordinator.receive():  # before the news of its end
+                self._on_message(message)
             for event in self._inbox.take():
                 self._on_event(event)
-            for message in self._channel.receive() if self._channel else ():
-                self._on_message(message)
-            if self._ready is None and time.monotonic() >= ready_by:
+            now = time.monotonic()
+            if not self._stop:
+                self._coordinator.turn(now)
+            if self._ready is None and now >= ready_by:
                 raise LaunchError(
                     f"not ready within {self._start_timeout_s:g} s: {self._missing()}"
                 )
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, ready_by: float | None) -> None:
         poller = zmq.Poller()
         poller.register(self._inbox.fileno(), zmq.POLLIN)
-        if self._channel is not None:
-            poller.register(self._channel.socket, zmq.POLLIN)
-        poller.poll(max(int(timeout_s * 1000) + 1, 0))
+        if self._coordinator.socket is not None:
+            poller.register(self._coordinator.socket, zmq.POLLIN)
+        times = [t for t in (ready_by, self._coordinator.due_at) if t is not None]
+        timeout_s = min(times) - time.monotonic() if times else None
+        poller.poll(None if timeout_s is None else max(int(timeout_s * 1000) + 1, 0))
 
     def _on_event(self, event: Event) -> None:
         match event:
             case StopRequested():
                 self._stop = True
             case CoordinatorUp(control_endpoint):
-                self._control_endpoint = control_endpoint
-                self._channel = _Channel(control_endpoint, _hello(), self._keys)
+                self._coordinator.came_up(control_endpoint, self._launches())
+            case Exited() if self._stop:
+                log.debug("%s", event)
+            case Exited(launch_id=launch_id) if launch_id == COORDINATOR:
+                self._held_back.clear()
+                self._coordinator.exited(event)
             case Exited():
                 self._on_exit(event)
 
@@ -180,85 +171,67 @@ class Launcher:
         expected = exited.launch_id in self._stopping
         self._stopping.discard(exited.launch_id)
         self._places.pop(exited.launch_id, None)
-        if exited.launch_id == COORDINATOR or (self._ready is None and not expected):
+        if self._ready is None and not expected:
             raise LaunchError(str(exited))
         if not expected:
             log.warning("%s", exited)
-        assert self._channel is not None
-        self._channel.send(
-            ProcessExited(exited.launch_id, exited.pid, exited.exit_code, exited.last_lines)
+        if (successor := self._held_back.pop(exited.launch_id, None)) is not None:
+            self._start_worker(successor)
+            return
+        known = self._coordinator.send(
+            m.ProcessExited(exited.launch_id, exited.pid, exited.exit_code, exited.last_lines)
         )
+        if not known:  # the next one learns from our Hello what is left
+            log.debug("no coordinator to tell that %s has ended", exited.launch_id)
 
-    def _on_message(self, message: ToLauncher) -> None:
+    def _on_message(self, message: m.ToLauncher) -> None:
+        self._coordinator.take(message)
         match message:
-            case Welcome():
-                log.debug("joined coordinator epoch %s", message.epoch)
-            case Reject():
-                raise LaunchError(f"the coordinator refused its launcher: {message.reason}")
-            case Start():
+            case m.Start():
                 self._start_worker(message)
-            case Stop() if message.launch_id in self._places:
+            case m.Stop() if message.launch_id in self._places:
+                self._held_back.pop(message.launch_id, None)
                 self._stopping.add(message.launch_id)
                 self._spawner.stop(message.launch_id, message.grace_s)
-            case Stop():
+            case m.Stop():
                 log.info("asked to stop %s, which is not running", message.launch_id)
-            case Ready():
+            case m.Ready():
                 with self._changed:
                     self._ready = message
                     self._changed.notify_all()
+            case _:
+                pass  # about the coordinator itself
 
-    def _start_worker(self, message: Start) -> None:
-        assert self._control_endpoint is not None
-        if message.launch_id in self._places:
+    def _start_worker(self, message: m.Start) -> None:
+        launch_id = message.launch_id
+        if launch_id in self._stopping:
+            # A coordinator that came back counts anew, and doesn't know what still leaves here.
+            self._held_back[launch_id] = message
             return
-        place = WorkerPlace(message.role, message.launch_id, self._free_slot(message.role))
-        self._places[message.launch_id] = place
+        if launch_id in self._places:
+            return
+        endpoint = self._coordinator.control_endpoint
+        assert endpoint is not None
+        place = WorkerPlace(message.role, launch_id, self._free_slot(message.role))
+        self._places[launch_id] = place
         try:
-            self._spawner.start(place, self._control_endpoint)
+            self._spawner.start(place, endpoint)
         except LaunchError as error:
-            self._on_exit(Exited(message.launch_id, 0, 1, str(error)))
+            self._on_exit(Exited(launch_id, 0, 1, str(error)))
 
     def _free_slot(self, role: Role) -> int:
         taken = {place.slot for place in self._places.values() if place.role == role}
         return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
+    def _launches(self) -> tuple[m.Launched, ...]:
+        """The workers that run here and are to stay."""
+        return tuple(
+            m.Launched(place.launch_id, place.role)
+            for place in self._places.values()
+            if place.launch_id not in self._stopping
+        )
+
     def _missing(self) -> str:
-        if self._control_endpoint is None:
+        if self._coordinator.control_endpoint is None:
             return "the coordinator did not bind its control socket"
         return f"started {', '.join(self._places) or 'no worker'}; some are not ready"
-
-
-def _hello() -> Hello:
-    worker_id = f"launcher-{uuid.uuid4().hex[:12]}"
-    return Hello(worker_id, "launcher", worker_id, os.getpid(), socket.gethostname())
-
-
-class _Channel:
-    """The launcher's end of the control channel."""
-
-    def __init__(self, endpoint: str, hello: Hello, keys: CurveKeys | None) -> None:
-        self._context = zmq.Context()
-        self.socket = dealer(self._context, endpoint, hello.worker_id.encode(), keys)
-        self._decoder = decoder_for(ToLauncher)
-        self.send(hello)
-
-    def send(self, message: ToCoordinator) -> None:
-        try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            log.error("the coordinator does not read; lost %s", type(message).__name__)
-
-    def receive(self) -> list[ToLauncher]:
-        """All messages that are here, without waiting. What is none is logged and dropped."""
-        messages: list[ToLauncher] = []
-        while self.socket.poll(0):
-            frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            try:
-                messages.append(self._decoder.decode(frames[0]))
-            except ProtocolError as error:
-                log.warning("dropped a message from the coordinator: %s", error)
-        return messages
-
-    def close(self) -> None:
-        self.socket.close()
-        self._context.term()

@@ -15,9 +15,10 @@ from splitserve.config import (
     WorkerConfig,
     to_json,
 )
+from splitserve.errors import LaunchError
 from splitserve.launch.child import ChildProcess, ChildSpec, Exited, echo_to_stderr
 from splitserve.launch.launcher import Launcher
-from splitserve.launch.plan import LaunchPlan, WorkerPlace
+from splitserve.launch.plan import Comeback, LaunchPlan, WorkerPlace
 from splitserve.launch.spawner import COORDINATOR, CoordinatorUp, Inbox, Spawner
 from splitserve.process import available_cores
 
@@ -36,7 +37,10 @@ MODULES: Mapping[str, str] = {
 
 
 class CoordinatorProcess:
-    """Owns the coordinator as a child of this process, and waits for its one line."""
+    """Owns the coordinator as a child of this process, and waits for its one line.
+
+    It can be started again once the one before was reaped.
+    """
 
     def __init__(
         self,
@@ -52,7 +56,11 @@ class CoordinatorProcess:
         reader, writer = os.pipe()
         environment = {ROLE_CONFIG_ENV: to_json(config), READY_FD_ENV: str(writer)}
         spec = ChildSpec(COORDINATOR, self._module, environment, pass_fds=(writer,))
-        self._child = ChildProcess(spec, inbox.post, self._echo)
+        try:
+            self._child = ChildProcess(spec, inbox.post, self._echo)
+        except LaunchError:
+            os.close(reader)
+            raise
         threading.Thread(target=_read_ready_line, args=(reader, inbox), daemon=True).start()
 
     def kill(self) -> None:
@@ -93,9 +101,12 @@ class LocalSpawner(Spawner):
         self._coordinator = CoordinatorProcess(echo, modules[COORDINATOR])
         self._workers: dict[str, ChildProcess] = {}
 
-    def start_coordinator(self, inbox: Inbox) -> None:
+    def start_coordinator(self, inbox: Inbox, comeback: Comeback | None) -> None:
         self._inbox = inbox
-        self._coordinator.start(self._plan.coordinator(), inbox)
+        self._coordinator.start(self._plan.coordinator(comeback), inbox)
+
+    def kill_coordinator(self) -> None:
+        self._coordinator.kill()
 
     def start(self, place: WorkerPlace, control_endpoint: str) -> None:
         spec = worker_spec(self._plan.worker(place, control_endpoint), self._modules[place.role])
@@ -152,9 +163,4 @@ def local_launcher(
         cores=available_cores(),
         parent_pid=os.getpid(),
     )
-    return Launcher(
-        LocalSpawner(plan, echo),
-        start_timeout_s=settings.start_timeout_s,
-        stop_grace_s=settings.stop_grace_s,
-        keys=None,
-    )
+    return Launcher(LocalSpawner(plan, echo), settings)

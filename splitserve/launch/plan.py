@@ -55,6 +55,17 @@ class WorkerPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class Comeback:
+    """What a coordinator that replaces a dead one takes over: its ports, and how many workers
+    were wanted last."""
+
+    port: int
+    control_port: int
+    num_prefill: int
+    num_decode: int
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """Makes the config of each role from the settings, a resolved model and the machine's CPUs."""
 
@@ -66,7 +77,14 @@ class LaunchPlan:
     parent_pid: int | None = None
     worker_model: str | None = None  # what workers are told instead of model_dir
 
-    def coordinator(self) -> CoordinatorConfig:
+    def coordinator(self, comeback: Comeback | None = None) -> CoordinatorConfig:
+        """The first one's config, or that of one that comes back after a death."""
+        first = self._first_coordinator()
+        if comeback is None:
+            return first
+        return dataclasses.replace(first, successor=True, **dataclasses.asdict(comeback))
+
+    def _first_coordinator(self) -> CoordinatorConfig:
         settings = self.settings
         return CoordinatorConfig(
             model=self.model_dir,
@@ -84,6 +102,8 @@ class LaunchPlan:
             generation_config=settings.generation_config,
             liveness=settings.liveness,
             keys=self.keys,
+            max_restarts=settings.max_restarts,
+            drain_grace_s=settings.drain_grace_s,
             parent_pid=self.parent_pid,
             log_level=settings.log_level,
         )

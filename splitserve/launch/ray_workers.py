@@ -16,7 +16,7 @@ from splitserve.errors import LaunchError
 from splitserve.launch.child import Exited
 from splitserve.launch.hosted import HostedWorker, bundle_of, describe_bundles
 from splitserve.launch.local import KILL_WAIT_S, ORPHAN_GRACE_S, CoordinatorProcess
-from splitserve.launch.plan import LaunchPlan, WorkerPlace
+from splitserve.launch.plan import Comeback, LaunchPlan, WorkerPlace
 from splitserve.launch.spawner import Inbox, Spawner
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ class WorkerActor(HostedWorker):
 
     def __init__(self) -> None:
         super().__init__(node_host(), "cuda:0" if ray.get_gpu_ids() else "cpu")
+
+    def is_here(self) -> bool:
+        """Answers as soon as Ray has placed and started this actor."""
+        return True
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,13 +58,17 @@ class RaySpawner(Spawner):
         self._workers: dict[str, _Worker] = {}
         self._lock = threading.Lock()  # over _Worker.actor and .grace_s
 
-    def start_coordinator(self, inbox: Inbox) -> None:
+    def start_coordinator(self, inbox: Inbox, comeback: Comeback | None) -> None:
         self._inbox = inbox
         settings = self._settings
-        pools = [settings.prefill] * settings.prefill.num_workers
-        pools += [settings.decode] * settings.decode.num_workers
-        self._group = _reserve(pools, settings.ray)
-        self._coordinator.start(self._plan.coordinator(), inbox)
+        if self._group is None:  # else the workers are where they were
+            pools = [settings.prefill] * settings.prefill.num_workers
+            pools += [settings.decode] * settings.decode.num_workers
+            self._group = _reserve(pools, settings.ray)
+        self._coordinator.start(self._plan.coordinator(comeback), inbox)
+
+    def kill_coordinator(self) -> None:
+        self._coordinator.kill()
 
     def start(self, place: WorkerPlace, control_endpoint: str) -> None:
         arguments = (place, self._plan.worker(place, control_endpoint))
@@ -75,7 +83,7 @@ class RaySpawner(Spawner):
         with self._lock:
             worker.grace_s = grace_s
             if worker.actor is not None:
-                worker.actor.stop.remote(grace_s)
+                _tell_to_stop(worker.actor, grace_s)
 
     def close(self, grace_s: float) -> None:
         self._coordinator.close(grace_s)
@@ -144,13 +152,35 @@ class RaySpawner(Spawner):
         with self._lock:
             worker.actor = actor
             told_to_stop = worker.grace_s
-        running = actor.run.remote(config)
-        if told_to_stop is not None:
-            actor.stop.remote(told_to_stop)
         try:
+            self._wait_for_room(actor, place)
+            running = actor.run.remote(config)
+            if told_to_stop is not None:
+                _tell_to_stop(actor, told_to_stop)
             return _result_of(running, place.launch_id)
         finally:
             ray.kill(actor)
+
+    def _wait_for_room(self, actor: Any, place: WorkerPlace) -> None:
+        """The bundle may have been lost with its node. Raises LaunchError, or an error of Ray's
+        when the actor was killed meanwhile."""
+        timeout_s = self._settings.ray.placement_timeout_s
+        try:
+            ray.get(actor.is_here.remote(), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise LaunchError(
+                f"Ray did not place {place.launch_id} within {timeout_s:g} s; "
+                f"available {_resources()}"
+            ) from error
+
+
+def _tell_to_stop(actor: Any, grace_s: float) -> None:
+    """Returns at once. An actor that does not obey, for its node is gone or had no room for it
+    yet, is killed later; one that has ended before is not harmed by that."""
+    actor.stop.remote(grace_s)
+    timer = threading.Timer(grace_s + KILL_WAIT_S, ray.kill, (actor,))
+    timer.daemon = True
+    timer.start()
 
 
 def _result_of(running: Any, launch_id: str) -> Exited:

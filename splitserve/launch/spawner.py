@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from splitserve.launch.child import Exited
-from splitserve.launch.plan import WorkerPlace
+from splitserve.launch.plan import Comeback, WorkerPlace
 from splitserve.wire.waker import Waker
 
 COORDINATOR = "coordinator"  # the coordinator's launch_id
@@ -58,8 +58,13 @@ class Spawner(ABC):
     """
 
     @abstractmethod
-    def start_coordinator(self, inbox: Inbox) -> None:
-        """Start the coordinator. Raises LaunchError."""
+    def start_coordinator(self, inbox: Inbox, comeback: Comeback | None) -> None:
+        """Start the coordinator: the first one, or one that replaces a dead one, which was
+        reaped. Raises LaunchError."""
+
+    @abstractmethod
+    def kill_coordinator(self) -> None:
+        """SIGKILL it. Returns at once; its exit comes to the inbox."""
 
     @abstractmethod
     def start(self, place: WorkerPlace, control_endpoint: str) -> None:

@@ -4,6 +4,8 @@
 free ───────────────► used ──────────────────────────► free
   │  reserve     commit ▲
   └────────► reserved ──┘         reserved ── cancel ──► free
+                │ quarantine                               ▲
+                └──────────► quarantined ── end_quarantine ┘
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """How many blocks are in each state; the states add up to `total`."""
+    """How many blocks are in each state; free, used and reserved add up to `total`."""
 
     total: int
     free: int
     used: int
     reserved: int
+    quarantined: int  # these are among the reserved ones
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -35,7 +38,9 @@ class BlockManager:
         self._free: deque[int] = deque(range(num_blocks))
         self._references = [0] * num_blocks
         self._reserved: dict[Hashable, list[int]] = {}
-        self._num_reserved = 0
+        self._quarantined: dict[Hashable, list[int]] = {}
+        self._num_reserved = 0  # with the quarantined ones
+        self._num_quarantined = 0
 
     @property
     def num_free(self) -> int:
@@ -45,7 +50,7 @@ class BlockManager:
     def counts(self) -> BlockCounts:
         total = len(self._references)
         used = total - len(self._free) - self._num_reserved
-        return BlockCounts(total, len(self._free), used, self._num_reserved)
+        return BlockCounts(total, len(self._free), used, self._num_reserved, self._num_quarantined)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each, or None: all or nothing."""
@@ -91,13 +96,28 @@ class BlockManager:
         self._num_reserved -= len(block_ids)
         self._free.extend(block_ids)
 
+    def quarantine(self, key: Hashable, writer: Hashable) -> None:
+        """Reserved blocks stay out of use: `writer` is given up, and may still write to them."""
+        block_ids = self._reserved.pop(key)
+        self._num_quarantined += len(block_ids)
+        self._quarantined.setdefault(writer, []).extend(block_ids)
+
+    def end_quarantine(self, writer: Hashable) -> None:
+        """What `writer` might have written to is free: it has ended. Unknown ones are fine."""
+        block_ids = self._quarantined.pop(writer, [])
+        self._num_quarantined -= len(block_ids)
+        self._num_reserved -= len(block_ids)
+        self._free.extend(block_ids)
+
     def check(self) -> None:
         """AssertionError unless every block is in exactly one state."""
         used = [b for b, count in enumerate(self._references) if count > 0]
-        reserved = [b for ids in self._reserved.values() for b in ids]
+        quarantined = [b for ids in self._quarantined.values() for b in ids]
+        reserved = [b for ids in self._reserved.values() for b in ids] + quarantined
         everyone = sorted([*self._free, *used, *reserved])
         assert everyone == list(range(len(self._references))), "a block is lost or held twice"
         assert self._num_reserved == len(reserved)
+        assert self._num_quarantined == len(quarantined)
         assert all(count >= 0 for count in self._references)
 
     def _take(self, count: int) -> list[int] | None:

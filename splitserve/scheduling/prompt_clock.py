@@ -28,6 +28,12 @@ class PromptClock:
         started = self._started.pop(key)
         return started - self._arrived.pop(key), now - started
 
+    def rename(self, old: RequestKey, new: RequestKey) -> None:
+        """The prompt goes on under another key, if it is still here."""
+        for moments in (self._arrived, self._started):
+            if old in moments:
+                moments[new] = moments.pop(old)
+
     def forget(self, key: RequestKey) -> None:
         self._arrived.pop(key, None)
         self._started.pop(key, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from splitserve.request import Choice, SampledToken, Sampling, TokenRow
@@ -69,6 +69,10 @@ class Request:
             now + message.deadline_s,
             message.stall_timeout_s,
         )
+
+    def at_attempt(self, attempt: int) -> Request:
+        """The same prompt as another attempt."""
+        return replace(self, key=self.key._replace(attempt=attempt))
 
 
 @dataclass(slots=True, eq=False)

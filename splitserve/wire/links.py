@@ -88,7 +88,7 @@ def dealer(
     mark = CONTROL_HIGH_WATER_MARK if identity else DATA_HIGH_WATER_MARK
     socket.sndhwm = mark
     socket.rcvhwm = CONTROL_HIGH_WATER_MARK
-    socket.reconnect_ivl_max = 2000
+    socket.reconnect_ivl_max = 500  # a coordinator that is back must not wait for its workers
     if keys is not None:
         apply_client(socket, keys)
     try:

@@ -10,73 +10,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from splitserve.config import Fingerprint, KVLayout, Role
+from splitserve.config import KVLayout, Role
 from splitserve.request import Choice as Choice
 from splitserve.request import Sampling as Sampling
 from splitserve.request import TokenRow as TokenRow
-
-Stage = Literal["admission", "prefill", "transfer", "decode", "deadline", "internal"]
-
-# -- parts -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """What a worker can do and what it serves; fixed for its life."""
-
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    layout: KVLayout
-    fingerprint: Fingerprint
-    num_threads: int
-    device: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStats:
-    """A worker's state at one moment, as GET /cluster shows it."""
-
-    num_blocks_total: int = 0
-    num_blocks_free: int = 0
-    num_blocks_used: int = 0
-    num_blocks_cached: int = 0
-    num_blocks_reserved: int = 0
-    num_blocks_quarantined: int = 0
-    num_requests_running: int = 0
-    num_requests_waiting: int = 0
-    num_transfers_in_flight: int = 0
-    num_tokens_prefilled: int = 0
-    num_tokens_decoded: int = 0
-    num_kv_bytes_sent: int = 0
-    num_kv_bytes_received: int = 0
-    num_preemptions: int = 0
-    num_frames_dropped: int = 0
-    num_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A box of a request's KV: layers [layer_start, layer_end), tokens [token_start, token_end),
-    KV heads [head_start, head_end). Tokens are numbered within the request."""
-
-    layer_start: int
-    layer_end: int
-    token_start: int
-    token_end: int
-    head_start: int
-    head_end: int
-
+from splitserve.wire.parts import Held as Held
+from splitserve.wire.parts import Launched as Launched
+from splitserve.wire.parts import Region as Region
+from splitserve.wire.parts import Stage as Stage
+from splitserve.wire.parts import WorkerFacts as WorkerFacts
+from splitserve.wire.parts import WorkerStats as WorkerStats
 
 # -- to a worker (control channel) -------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answers Hello: the worker belongs to this coordinator's life."""
+    """Answers Hello: the worker belongs to this coordinator's life, and forgets all it holds
+    but `keep`."""
 
     epoch: str
+    keep: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +42,8 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
-    """Answers Heartbeat, on the heartbeat's own socket: the coordinator lives."""
+    """Answers Heartbeat, on the heartbeat's own socket: the coordinator lives. Whoever hears
+    another epoch than its own says Hello again."""
 
     epoch: str
 
@@ -111,12 +66,30 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Forget a request and free what it holds. Idempotent."""
+class Retarget:
+    """The decode worker of a prompt is gone or won't have it: hand what is here of it to this one.
+
+    `attempt` is the new one; the prompt's KV, computed or not, stays as it is.
+    """
 
     request_id: str
     attempt: int
     epoch: str
+    decode_worker_id: str
+    decode_endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Forget a request, up to this attempt, and free what it holds. Idempotent.
+
+    For `deadline_s` the worker remembers it, so that nothing of it that comes later is taken.
+    """
+
+    request_id: str
+    attempt: int
+    epoch: str
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +100,22 @@ class Drain:
     deadline_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """A worker is dead to the cluster. `reaped`: its process has ended, so it writes no more."""
+
+    worker_id: str
+    epoch: str
+    reaped: bool
+
+
 # -- to the coordinator (control channel) ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a process. A worker says it after a real forward pass.
+    """First message of a process, and again to a new coordinator. A worker says it after a real
+    forward pass.
 
     role "launcher" carries no facts and no endpoints.
     """
@@ -144,16 +127,22 @@ class Hello:
     host: str
     endpoints: tuple[str, ...] = ()  # data sockets, one a rank (decode only; rank 0 speaks)
     facts: WorkerFacts | None = None
+    held: tuple[Held, ...] = ()
+    launches: tuple[Launched, ...] = ()  # of a launcher
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent by a thread of its own. `loop_age_s` is how long ago the worker's loop last turned."""
+    """Sent by a thread of its own. `loop_age_s` is how long ago the worker's loop last turned.
+
+    `draining`: it was told to stop, takes nothing new, and waits for Drain to leave.
+    """
 
     worker_id: str
     epoch: str
     loop_age_s: float
     stats: WorkerStats
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +178,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A worker gives a request up and holds nothing of it any more."""
+    """A worker gives a request up and holds nothing of it any more.
+
+    `kept`: only its hand-off has failed; the prompt's KV stays, for a Retarget or until Release.
+    """
 
     request_id: str
     attempt: int
@@ -197,6 +189,7 @@ class Failed:
     stage: Stage
     reason: str
     retriable: bool
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +219,14 @@ class Stop:
 
     launch_id: str
     grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """How many workers are wanted now; a coordinator that is started again is told so."""
+
+    prefill: int
+    decode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,18 @@ class FrameHeader:
     epoch: str
     region: Region
     checksum: int  # xxh3_64 of the buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """Nothing to send for now: what was computed is sent, and more is being computed.
+
+    Repeated while that lasts, so that a long step is not taken for a broken transfer.
+    """
+
+    request_id: str
+    attempt: int
+    epoch: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +363,9 @@ class AbortAck:
     epoch: str
 
 
-ToWorker = Welcome | Reject | HeartbeatAck | Prefill | Release | Drain
+ToWorker = Welcome | Reject | HeartbeatAck | Prefill | Retarget | Release | Drain | PeerGone
 ToCoordinator = Hello | Heartbeat | FirstToken | HandedOver | Tokens | Failed | ProcessExited
-ToLauncher = Welcome | Reject | Start | Stop | Ready
-PrefillToDecode = Open | FrameHeader | Commit | Abort
+ToLauncher = Welcome | Reject | HeartbeatAck | Start | Stop | Targets | Ready
+PrefillToDecode = Open | FrameHeader | Computing | Commit | Abort
 DecodeToPrefill = Grant | Queued | Refuse | Received | Incomplete | AbortAck
 Message = ToWorker | ToCoordinator | ToLauncher | PrefillToDecode | DecodeToPrefill

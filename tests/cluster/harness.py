@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 
 from splitserve import Cluster
 from tests.waiting import wait_until
@@ -167,3 +168,11 @@ def assert_port_free(base_url: str) -> None:
     with socket.socket() as probe:
         in_use = probe.connect_ex((address.hostname, address.port)) == 0
     assert not in_use, f"{base_url} still answers"
+
+
+def show(config: pytest.Config, title: str, lines: Sequence[str]) -> None:
+    """Print a table for whoever reads the output of the tests, captured or not."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    uncaptured = capture.global_and_fixture_disabled() if capture else contextlib.nullcontext()
+    with uncaptured:
+        print("", title, *lines, sep="\n", flush=True)

@@ -4,6 +4,7 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_help_names_every_flag_whole_at_any_width(command: str) -> None:
 
 
 def test_help_leaves_out_what_is_not_built() -> None:
-    assert not {"restart", "profile"} & set(invoke("--help").output.split())
+    assert "profile" not in set(invoke("--help").output.split())
     text = " ".join(invoke("serve", "--help").output.split())
     assert "--transport auto|tcp How KV travels. Not built yet: shm, collective, nixl." in text
 
@@ -75,7 +76,7 @@ def test_print_config_prints_what_was_resolved() -> None:
         (["serve", "cluster.yaml"], "did you mean --config cluster.yaml?"),
         (["scale"], "--prefill N, --decode N, or both"),
         (["serve", "m", "--config", "/no/such.yaml"], "can't read the config file"),
-        (["restart", "--pool", "decode"], "not built yet"),
+        (["restart", "--pool", "all"], "'all' is not one of 'prefill', 'decode'"),
         (["profile"], "not built yet"),
         (["bench", "--concurrency", "1", "--request-rate", "1"], "not both"),
         (["bench", "--shared-prefix-tokens", "9999"], "--shared-prefix-tokens 9999 is above"),
@@ -131,12 +132,13 @@ def test_a_merge_in_a_file_is_no_second_key(tmp_path: Path) -> None:
     assert document["decode"] == document["prefill"] | {"num_workers": 1}
 
 
-def cluster_of(*workers: dict[str, Any]) -> dict[str, Any]:
+def cluster_of(*workers: dict[str, Any], failures: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     return {
         "model": "tiny",
         "target": {"prefill": 1, "decode": 2},
         "coordinator": {"num_requests_in_flight": 3, "num_requests_waiting": 4},
         "workers": list(workers),
+        "failures": list(failures),
     }
 
 
@@ -199,6 +201,50 @@ def test_scale_of_one_pool_keeps_the_other(option: str, target: dict[str, int]) 
         done = invoke("scale", option, "5", "--base-url", server.base_url)
         assert done.exit_code == 0, done.output
         assert server.exchanges[-1].body == target
+
+
+def test_restart_waits_until_every_worker_is_replaced() -> None:
+    looks = 0
+
+    def reply(exchange: Exchange) -> None:
+        nonlocal looks
+        if exchange.path == "/cluster/restart":
+            exchange.json({"worker_ids": ["decode-0-a", "decode-1-b"]}, status=202)
+            return
+        looks += 1
+        left = ["decode-1-b", "decode-2-c"] if looks == 1 else ["decode-2-c", "decode-3-d"]
+        exchange.json({"workers": [{"worker_id": one, "state": "ready"} for one in left]})
+
+    with scripted_server(reply) as server:
+        done = invoke("restart", "--pool", "decode", "--base-url", server.base_url)
+        assert server.exchanges[0].body == {"pool": "decode"}
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[1:] == ["decode-0-a is replaced", "decode-1-b is replaced"]
+
+
+def test_restart_says_who_is_still_there() -> None:
+    def reply(exchange: Exchange) -> None:
+        exchange.json({"worker_ids": ["p"], "workers": [{"worker_id": "p", "state": "ready"}]})
+
+    with scripted_server(reply) as server:
+        address = ("--base-url", server.base_url, "--timeout-s", "1")
+        done = run("restart", "--pool", "prefill", *address)
+    assert done.returncode == 1 and "still there: p" in done.stderr
+
+
+def test_status_shows_why_a_worker_first_died() -> None:
+    """gpustack/gpustack#6019: a restart loop hid the log of the first failure."""
+    failure: dict[str, Any] = {
+        "launch_id": "decode-1",
+        "role": "decode",
+        "reason": "exited with code 1",
+    }
+    failure |= {"last_lines": "Traceback\nNoMoney", "num_failures": 6, "given_up": True}
+    with scripted_server(lambda exchange: exchange.json(cluster_of(failures=[failure]))) as server:
+        output = invoke("status", "--base-url", server.base_url).output
+    assert "decode: died 6 times, given up; first decode-1: exited with code 1" in output
+    assert "    Traceback\n    NoMoney" in output
 
 
 def test_a_wrong_key_is_said_to_be_one() -> None:

@@ -255,6 +255,8 @@ def test_cluster_and_scale(client: Client, server: ScriptedServer) -> None:
     assert client.cluster() == {"path": "/cluster", "body": None}
     body = {"prefill": 1, "decode": 3}
     assert client.scale(prefill=1, decode=3) == {"path": "/cluster/scale", "body": body}
+    asked = {"path": "/cluster/restart", "body": {"pool": "decode"}}
+    assert client.restart("decode") == asked
 
 
 def test_async_client_and_job(server: ScriptedServer) -> None:
@@ -271,5 +273,6 @@ def test_async_client_and_job(server: ScriptedServer) -> None:
             server.handler = lambda exchange: exchange.json({})
             assert await client.cluster() == {}
             assert await client.scale(prefill=1, decode=1) == {}
+            assert await client.restart("prefill") == {}
 
     asyncio.run(main())

@@ -1,149 +1,24 @@
-"""Both workers, real sockets and the real protocol, with a fake model that checks all KV."""
+"""The normal course of requests through both workers, over real sockets."""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from decode_worker.worker import DecodeWorker
-from kv_transfer.receiver import StoreReceiver
-from kv_transfer.tcp import TcpSender
-from prefill_worker.worker import PrefillWorker
-from splitserve.config import EngineConfig, WorkerConfig
-from splitserve.membership import Membership, TerminationRequested
 from splitserve.request import Sampling
 from splitserve.wire import messages as m
-from splitserve.wire.channel import Channel
 from tests.fake_runner import FakeRunner, answer
-from tests.scripted_coordinator import EPOCH, ScriptedCoordinator
-from tests.waiting import wait_until
-
-TIMEOUT_S = 20.0
-
-
-class Ring:
-    """A scripted coordinator with workers in threads of this process."""
-
-    def __init__(self) -> None:
-        self.coordinator = ScriptedCoordinator()
-        self.workers: dict[str, Any] = {}
-        self._running: list[tuple[Channel, threading.Thread, Membership]] = []
-
-    def start_decode(self, name: str = "decode", **limits: int) -> FakeRunner:
-        runner = FakeRunner(**{"num_blocks": 64, **limits})
-        receiver = StoreReceiver(runner.kv_cache)
-        channel = Channel(None, receiver)
-        membership = self._join(name, "decode", channel, runner)
-        worker = DecodeWorker(runner, channel, receiver, membership)  # type: ignore[arg-type]
-        self._run(name, worker, channel, membership)
-        return runner
-
-    def start_prefill(
-        self, name: str = "prefill", staging_bytes: int = 1 << 26, **limits: int
-    ) -> FakeRunner:
-        runner = FakeRunner(**{"num_blocks": 64, **limits})
-        channel = Channel(None, staging_budget_bytes=staging_bytes)
-        membership = self._join(name, "prefill", channel, runner)
-        sender = TcpSender(channel, runner.kv_cache)
-        worker = PrefillWorker(runner, channel, sender, membership)  # type: ignore[arg-type]
-        self._run(name, worker, channel, membership)
-        return runner
-
-    def _join(self, name: str, role: Any, channel: Channel, runner: FakeRunner) -> Membership:
-        config = WorkerConfig(role, EngineConfig("fake"), self.coordinator.endpoint, name)
-        channel.connect_control(config.control_endpoint, name.encode())
-        membership = Membership(config, channel, name)
-        endpoints = (channel.bind_data("127.0.0.1"),) if role == "decode" else ()
-        membership.join(runner.facts(), endpoints)
-        return membership
-
-    def _run(self, name: str, worker: Any, channel: Channel, membership: Membership) -> None:
-        thread = threading.Thread(target=worker.run, name=name)
-        thread.start()
-        self.workers[name] = worker
-        self._running.append((channel, thread, membership))
-
-    def ask(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        *,
-        max_tokens: int = 8,
-        seeds: tuple[int, ...] = (1,),
-        to: tuple[str, str | None] = ("prefill", "decode"),
-        clocks: tuple[float, float] = (60.0, 10.0),
-    ) -> None:
-        worker, decode = to
-        endpoint = None if decode is None else self.coordinator.hellos[decode].endpoints[0]
-        choices = tuple(m.Choice(i, seed) for i, seed in enumerate(seeds))
-        message = m.Prefill(
-            request_id,
-            0,
-            EPOCH,
-            prompt,
-            len(prompt),
-            choices,
-            Sampling(max_tokens=max_tokens),
-            *clocks,
-            decode,
-            endpoint,
-        )
-        self.coordinator.send(worker, message)
-
-    def rows(self, request_id: str, choice_id: int = 0) -> dict[int, int]:
-        """Tokens of a choice by index, from everyone who spoke of it."""
-        found: dict[int, int] = {}
-        for message in [*self.coordinator.of(m.FirstToken), *self.coordinator.of(m.Tokens)]:
-            for row in message.rows:
-                if (row.request_id, row.choice_id) == (request_id, choice_id):
-                    for place, token in enumerate(row.tokens, row.first_index):
-                        assert found.setdefault(place, token) == token
-        return found
-
-    def tokens(self, request_id: str, choice_id: int = 0) -> list[int]:
-        rows = self.rows(request_id, choice_id)
-        return [rows[place] for place in range(len(rows))]
-
-    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        wait_until(condition, TIMEOUT_S, f"{what}; failed: {self.coordinator.of(m.Failed)}")
-
-    def wait_for_tokens(self, request_id: str, num_tokens: int, choice_id: int = 0) -> None:
-        self.wait_for(lambda: len(self.rows(request_id, choice_id)) >= num_tokens, request_id)
-
-    def drained(self) -> bool:
-        stats = [worker.stats() for worker in self.workers.values()]
-        return all(s.num_blocks_free == s.num_blocks_total for s in stats)
-
-    def close(self) -> None:
-        for channel, _, _ in self._running:
-            channel.post(TerminationRequested())
-        for channel, thread, membership in self._running:
-            thread.join(10.0)
-            membership.leave()
-            assert not thread.is_alive(), thread.name
-            channel.close()
-        self.coordinator.close()
+from tests.ring import Ring, open_ring, prompt_of
+from tests.scripted_coordinator import EPOCH
 
 
 @pytest.fixture
 def ring() -> Iterator[Ring]:
-    ring = Ring()
-    try:
+    with open_ring() as ring:
         yield ring
-        ring.wait_for(ring.drained, "every block is free")
-        for worker in ring.workers.values():
-            worker.blocks.check()
-    finally:
-        ring.close()
-
-
-def prompt_of(seed: int, length: int) -> tuple[int, ...]:
-    generator = random.Random(seed)
-    return tuple(generator.randrange(10, 50_000) for _ in range(length))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 31, 32, 33, 100])
@@ -240,7 +115,7 @@ def test_releases_at_any_moment_leave_the_others_right(ring: Ring) -> None:
         if generator.random() < 0.6:
             threading.Event().wait(generator.random() * 0.01)
             for worker in ("prefill", "decode"):
-                ring.coordinator.send(worker, m.Release(request_id, 0, EPOCH))
+                ring.coordinator.release(worker, request_id)
         else:
             kept.append((request_id, prompt))
     for request_id, prompt in kept:
@@ -268,7 +143,8 @@ def test_an_open_for_someone_else_is_refused(ring: Ring) -> None:
     ring.coordinator.send("prefill", message)
     ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "Failed")
     (failed,) = ring.coordinator.of(m.Failed)
-    assert "decode-of-yesterday" in failed.reason and failed.retriable
+    assert "decode-of-yesterday" in failed.reason and failed.retriable and failed.kept
+    ring.release("a")
 
 
 def test_a_prompt_that_never_fits_fails_at_once(ring: Ring) -> None:
@@ -287,7 +163,9 @@ def test_an_unreachable_decode_worker_fails_the_request_in_time(ring: Ring) -> N
     )
     ring.ask("a", prompt_of(1, 5), clocks=(60.0, 0.3))
     ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "Failed")
-    assert ring.coordinator.of(m.Failed)[0].stage == "transfer"
+    (failed,) = ring.coordinator.of(m.Failed)
+    assert failed.stage == "transfer" and failed.kept
+    ring.release("a")
 
 
 def test_a_deadline_ends_a_request_on_both_sides(ring: Ring) -> None:
@@ -305,9 +183,10 @@ def test_drain_finishes_what_is_there_and_takes_nothing_new(ring: Ring) -> None:
     ring.ask("a", prompt_of(1, 5), max_tokens=300)
     ring.wait_for_tokens("a", 2)
     ring.coordinator.send("decode", m.Drain(EPOCH, 30.0))
-    ring.wait_for(lambda: bool(ring.workers["decode"]._draining), "it drains")
+    ring.wait_for(lambda: ring.draining("decode"), "it drains")
     ring.ask("b", prompt_of(2, 5))
     ring.wait_for(lambda: bool(ring.coordinator.of(m.Failed)), "b is refused")
+    ring.coordinator.release("prefill", "b")
     runner.at_full_speed.set()
     ring.wait_for_tokens("a", 300)
     assert ring.tokens("a") == answer(prompt_of(1, 5), 1, 300)

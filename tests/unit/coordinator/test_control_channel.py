@@ -45,6 +45,7 @@ class Launcher:
 def test_the_launcher_brings_up_scales_and_reports(empty: RunningCoordinator) -> None:
     launcher = Launcher(empty.control_endpoint)
     launcher.hear(m.Welcome)
+    assert launcher.hear(m.Targets) == m.Targets(1, 1)
     starts = [launcher.hear(m.Start) for _ in range(2)]
     assert [(s.launch_id, s.role) for s in starts] == [
         ("prefill-0", "prefill"),
@@ -58,11 +59,13 @@ def test_the_launcher_brings_up_scales_and_reports(empty: RunningCoordinator) ->
     response = empty.http.post("/cluster/scale", json={"prefill": 1, "decode": 2})
     assert response.status_code == 202
     assert response.json() == {"target": {"prefill": 1, "decode": 2}}
+    assert launcher.hear(m.Targets) == m.Targets(1, 2)
     start_worker(empty, launcher.hear(m.Start))
     empty.wait(lambda: len(ready(empty)) == 3, "the new worker is ready")
 
     response = empty.http.post("/cluster/scale", json={"prefill": 1, "decode": 1})
     assert response.status_code == 202
+    assert launcher.hear(m.Targets) == m.Targets(1, 1)
     stop = launcher.hear(m.Stop)
     assert (stop.launch_id, stop.grace_s) == ("decode-1", 30.0)
     newest = empty.workers[-1]

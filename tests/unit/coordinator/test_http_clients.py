@@ -137,24 +137,36 @@ def test_a_stream_that_fails_ends_without_its_end_marker(own: RunningCoordinator
     assert response.status_code == 503 and "no decode worker" in response.text
 
 
-def test_a_worker_that_dies_before_the_first_byte(own: RunningCoordinator) -> None:
+def test_the_only_decode_worker_dies_before_the_first_byte(own: RunningCoordinator) -> None:
     """vllm-project/vllm-ascend#13140: 200 with an empty body."""
-    own.workers[0].script.hold.set()
+    own.workers[1].script.hold.set()
     body = {"prompt": "x", "stream": True}
     thread, results = in_background(lambda: own.http.post("/v1/completions", json=body))
     own.wait(lambda: own.workers[1].num_requests == 1, "the prompt is there")
-    own.workers[1].go_silent()
+    own.workers[0].go_silent()
     thread.join(10)
     (response,) = results
     assert response.status_code == 503
-    assert own.workers[1].worker_id in response.json()["error"]["message"]
-    own.workers[1].script.hold.clear()
+    assert own.workers[0].worker_id in response.json()["error"]["message"]
     states = {w["worker_id"]: w["state"] for w in own.cluster()["workers"]}
-    assert states[own.workers[1].worker_id] == "dead"
-    # The decode worker now does both; the metric says so.
-    assert own.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    assert states[own.workers[0].worker_id] == "dead"
+
+
+def test_a_prompt_whose_prefill_worker_dies_is_computed_by_the_decode_worker(
+    own: RunningCoordinator,
+) -> None:
+    """llm-d/llm-d-router#2427: a fallback, and the metric says so."""
+    own.workers[1].script.hold.set()
+    thread, results = in_background(lambda: own.http.post("/v1/completions", json={"prompt": "x"}))
+    own.wait(lambda: own.workers[1].num_requests == 1, "the prompt is there")
+    own.workers[1].go_silent()
+    own.wait(lambda: own.workers[0].num_requests == 1, "the decode worker has it")
+    own.workers[0].script.hold.clear()
+    thread.join(10)
+    assert results[0].status_code == 200
     assert 'splitserve_num_local_prefills_total{model_name="tiny"' in own.http.get("/metrics").text
     assert own.cluster()["coordinator"]["num_local_prefills"] == 1
+    assert own.cluster()["coordinator"]["num_restarts"] == 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -199,7 +211,7 @@ def test_one_prompt_of_several_fails_and_the_others_are_freed(
     thread, results = in_background(lambda: coordinator.http.post("/v1/completions", json=body))
     coordinator.wait(lambda: decode.num_requests == 2, "both are decoded")
     victim = prefill.prefills[num_before].request_id
-    decode.say(m.Failed(victim, 0, decode.epoch, "decode", "a fault", True))
+    decode.say(m.Failed(victim, 0, decode.epoch, "decode", "a fault", False))
     thread.join(10)
     assert results[0].status_code == 500
     coordinator.wait(lambda: len(decode.releases) >= 1, "the other is released")

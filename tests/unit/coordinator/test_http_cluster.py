@@ -49,6 +49,15 @@ def test_before_it_is_ready(empty: RunningCoordinator) -> None:
     empty.wait(lambda: statuses() == [200, 200, 200], "all are there")
 
 
+def test_a_rolling_restart_is_asked_for_by_pool(coordinator: RunningCoordinator) -> None:
+    response = coordinator.http.post("/cluster/restart", json={"pool": "all"})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "pool"
+    response = coordinator.http.post("/cluster/restart", json={"pool": "prefill"})
+    (worker_id,) = [w["worker_id"] for w in coordinator.cluster()["workers"] if "p" in w["role"]]
+    assert response.status_code == 202 and response.json() == {"worker_ids": [worker_id]}
+    assert coordinator.cluster()["failures"] == []
+
+
 def test_a_stuck_loop_is_not_healthy(coordinator: RunningCoordinator) -> None:
     """vllm-project/vllm#39863: health said 200 while the engine was wedged."""
     assert coordinator.http.get("/health").status_code == 200

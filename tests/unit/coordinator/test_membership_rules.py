@@ -10,7 +10,7 @@ import pytest
 from coordinator.limits import Limits, limits_of
 from coordinator.registry import MAX_DEAD_SHOWN, Registry, Worker
 from coordinator.router import Router
-from coordinator.tracked import Load
+from coordinator.tracked import Leg, Load, Tracked
 from coordinator.waiting import WaitingLine
 from coordinator.windows import has_room_for_both, has_room_to_decode, has_room_to_prefill
 from splitserve.config import Liveness, Role
@@ -215,14 +215,20 @@ def test_idle_workers_share_requests_that_come_one_by_one() -> None:
 FACTS = facts(FINGERPRINT, num_blocks=20, max_num_seqs=4, max_num_batched_tokens=64)
 
 
+def leg(request_id: str = "r", **changes: Any) -> Leg:
+    """The first leg of a request."""
+    (first,) = Tracked.of(request(request_id, **changes), 0, 0.0).legs
+    return first
+
+
 def test_prefill_has_two_steps_outstanding() -> None:
     load = Load(num_requests=1, num_prompt_tokens=100)
-    assert has_room_to_prefill(FACTS, load, request(num_tokens=28))
-    assert not has_room_to_prefill(FACTS, load, request(num_tokens=29))
+    assert has_room_to_prefill(FACTS, load, leg(num_tokens=28))
+    assert not has_room_to_prefill(FACTS, load, leg(num_tokens=29))
 
 
 def test_one_long_prompt_may_always_go_when_none_is_computed() -> None:
-    long = request(num_tokens=500)
+    long = leg(num_tokens=500)
     assert has_room_to_prefill(FACTS, Load(), long)
     assert not has_room_to_prefill(FACTS, Load(num_requests=1, num_prompt_tokens=1), long)
 
@@ -230,28 +236,28 @@ def test_one_long_prompt_may_always_go_when_none_is_computed() -> None:
 def test_prefill_never_gets_more_than_its_blocks_hold() -> None:
     """KV that still waits for its decode worker takes blocks too."""
     load = Load(num_requests=3, num_prompt_blocks=18)
-    assert has_room_to_prefill(FACTS, load, request(num_tokens=32))
-    assert not has_room_to_prefill(FACTS, load, request(num_tokens=33))
+    assert has_room_to_prefill(FACTS, load, leg(num_tokens=32))
+    assert not has_room_to_prefill(FACTS, load, leg(num_tokens=33))
 
 
 def test_decode_counts_blocks_and_choices() -> None:
     load = Load(num_requests=2, num_choices=2, num_decode_blocks=15)
-    assert has_room_to_decode(FACTS, load, request(num_tokens=64, num_choices=1))
-    assert not has_room_to_decode(FACTS, load, request(num_tokens=80, num_choices=1))
-    assert has_room_to_decode(FACTS, load, request(num_tokens=8, num_choices=2))
-    assert not has_room_to_decode(FACTS, load, request(num_tokens=8, num_choices=3))
+    assert has_room_to_decode(FACTS, load, leg(num_tokens=64, num_choices=1))
+    assert not has_room_to_decode(FACTS, load, leg(num_tokens=80, num_choices=1))
+    assert has_room_to_decode(FACTS, load, leg(num_tokens=8, num_choices=2))
+    assert not has_room_to_decode(FACTS, load, leg(num_tokens=8, num_choices=3))
 
 
 def test_an_empty_decode_worker_takes_anything_valid() -> None:
-    assert has_room_to_decode(FACTS, Load(), request(num_tokens=600, num_choices=4))
+    assert has_room_to_decode(FACTS, Load(), leg(num_tokens=600, num_choices=4))
 
 
 def test_local_prefill_needs_both() -> None:
     busy = Load(num_requests=1, num_choices=1, num_prompt_tokens=120)
-    assert not has_room_for_both(FACTS, busy, request(num_tokens=9))
-    assert has_room_for_both(FACTS, busy, request(num_tokens=8))
+    assert not has_room_for_both(FACTS, busy, leg(num_tokens=9))
+    assert has_room_for_both(FACTS, busy, leg(num_tokens=8))
     full = Load(num_requests=4, num_choices=4)
-    assert not has_room_for_both(FACTS, full, request(num_tokens=8))
+    assert not has_room_for_both(FACTS, full, leg(num_tokens=8))
 
 
 # -- the waiting line ----------------------------------------------------------------------------
@@ -259,13 +265,11 @@ def test_local_prefill_needs_both() -> None:
 
 def test_the_line_forgets_what_left_it() -> None:
     """Those of low priority are never first, and still must not pile up."""
-    from coordinator.tracked import Tracked
-
     line = WaitingLine(max_queue=10)
-    line.add(Tracked.of(request("first", priority=-1), 0, 0.0))
+    line.add(leg("first", priority=-1))
     for i in range(1000):
-        line.add(Tracked.of(request(f"x{i}"), i, 0.0))
+        line.add(leg(f"x{i}"))
         line.remove(f"x{i}")
     assert len(line) == 1 and len(line._heap) < 200
     first = line.first()
-    assert first is not None and first.request.request_id == "first"
+    assert first is not None and first.leg_id == "first"

@@ -29,7 +29,13 @@ class _Job:
         self.computed = False
         self.at_prefill = True
         self.at_decode = prefill.decode_worker_id is None
-        self.num_tokens = {choice.choice_id: 0 for choice in prefill.choices}
+        self.attempt = prefill.attempt
+        self.rewind()
+
+    def rewind(self) -> None:
+        """From the first token on, as whoever decodes sees it."""
+        first = len(self.prefill.token_ids) - self.prefill.num_prompt_tokens
+        self.num_tokens = {choice.choice_id: first for choice in self.prefill.choices}
         self.done: set[int] = set()
 
     def next_row(self, choice_id: int, num_tokens: int) -> m.TokenRow:
@@ -43,12 +49,12 @@ class _Job:
         if finish:
             self.done.add(choice_id)
         rid = self.prefill.request_id
-        return m.TokenRow(rid, 0, choice_id, first, tuple(tokens), None, finish)
+        return m.TokenRow(rid, self.attempt, choice_id, first, tuple(tokens), None, finish)
 
 
 def token_at(request_id: str, choice_id: int, index: int) -> int:
     """The right token: a function of its place, so that a wrong delivery shows."""
-    return int(request_id[1:]) * 1000 + choice_id * 100 + index
+    return int(request_id[1:].partition(".")[0]) * 1000 + choice_id * 100 + index
 
 
 class CoordinatorMachine(RuleBasedStateMachine):
@@ -125,7 +131,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             job.computed = True
             rows = tuple(job.next_row(choice, 1) for choice in job.num_tokens)
             name = job.prefill.request_id
-            self.say(job.prefiller, m.FirstToken(name, 0, EPOCH, rows, 0.1, 0.1))
+            self.say(job.prefiller, m.FirstToken(name, job.attempt, EPOCH, rows, 0.1, 0.1))
             if len(job.done) < len(job.num_tokens):
                 job.at_decode = True
             if job.prefill.decode_worker_id is None:
@@ -137,7 +143,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if names:
             job = self.jobs[data.draw(st.sampled_from(names))]
             job.at_prefill = False
-            self.say(job.prefiller, m.HandedOver(job.prefill.request_id, 0, EPOCH, 1, 0.1))
+            self.say(
+                job.prefiller, m.HandedOver(job.prefill.request_id, job.attempt, EPOCH, 1, 0.1)
+            )
 
     @rule(data=st.data(), count=st.integers(1, 6))
     def decode(self, data: st.DataObject, count: int) -> None:
@@ -172,14 +180,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
         data=st.data(),
         stage=st.sampled_from(["prefill", "transfer", "decode"]),
         luck=st.integers(0, 3),
+        kept=st.booleans(),
     )
-    def fail(self, data: st.DataObject, stage: m.Stage, luck: int) -> None:
+    def fail(self, data: st.DataObject, stage: m.Stage, luck: int, kept: bool) -> None:
         if self.jobs and not luck:
             job = self.jobs[data.draw(st.sampled_from(sorted(self.jobs)))]
             worker = job.prefiller if job.at_prefill else job.decoder
             name = job.prefill.request_id
-            self.jobs.pop(name)
-            self.say(worker, m.Failed(name, 0, EPOCH, stage, "a fault", True))
+            kept = kept and job.at_prefill and stage == "transfer"
+            if kept:
+                job.at_decode = False
+            else:
+                self.jobs.pop(name)
+            failed = m.Failed(name, job.attempt, EPOCH, stage, "a fault", True, kept)
+            self.say(worker, failed)
 
     @rule(data=st.data(), luck=st.integers(0, 5))
     def die(self, data: st.DataObject, luck: int) -> None:
@@ -188,7 +202,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
             worker = data.draw(st.sampled_from(alive))
             exited = m.ProcessExited(worker.launch_id, 7, -9, "")
             for name, job in list(self.jobs.items()):
-                if worker.worker_id in (job.prefiller, job.decoder):
+                if worker.worker_id == job.decoder:
+                    job.at_decode = False
+                if worker.worker_id == job.prefiller:
+                    job.at_prefill = False
+                if not job.at_prefill and not job.at_decode:
                     self.jobs.pop(name)
             self.carry_out(self.world.hear("launcher", exited))
 
@@ -216,11 +234,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case Send(identity, m.Prefill() as prefill):
-                    assert prefill.request_id not in self.ended
+                    assert prefill.request_id.partition(".")[0] not in self.ended
+                    self.check_history(prefill)
                     assert prefill.deadline_s > 0
                     self.jobs[prefill.request_id] = _Job(prefill, identity.decode())
-                case Send(identity, m.Release(request_id)):
-                    self.release(identity.decode(), request_id)
+                case Send(identity, m.Retarget() as retarget):
+                    self.retarget(retarget)
+                case Send(identity, m.Release(request_id, attempt)):
+                    self.release(identity.decode(), request_id, attempt)
                 case Deliver():
                     self.deliver(action)
                 case Finish(request_id):
@@ -230,9 +251,26 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 case _:
                     pass
 
-    def release(self, worker_id: str, request_id: str) -> None:
+    def check_history(self, prefill: m.Prefill) -> None:
+        """A later attempt goes on exactly where the client is."""
+        request_id = prefill.request_id.partition(".")[0]
+        history = list(prefill.token_ids[prefill.num_prompt_tokens :])
+        for choice in prefill.choices:
+            assert history == self.delivered[request_id, choice.choice_id]
+
+    def retarget(self, message: m.Retarget) -> None:
+        job = self.jobs.get(message.request_id)
+        if job is None:  # it crossed the worker's own report
+            return
+        assert job.at_prefill and job.attempt < message.attempt
+        job.attempt, job.decoder = message.attempt, message.decode_worker_id
+        job.at_decode = job.computed
+        if job.computed:
+            job.rewind()
+
+    def release(self, worker_id: str, request_id: str, attempt: int) -> None:
         job = self.jobs.get(request_id)
-        if job is None:
+        if job is None or job.attempt > attempt:
             return
         job.at_prefill = job.at_prefill and worker_id != job.prefiller
         job.at_decode = job.at_decode and worker_id != job.decoder
@@ -259,7 +297,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_overloaded(self) -> None:
-        for worker_id, load in self.world.state.requests.loads().items():
+        for worker_id, load in self.world.state.requests.legs.loads().items():
             worker = self.world.state.registry.workers[worker_id]
             if load.num_requests > 1 and worker.role == "decode":
                 assert load.num_choices <= worker.facts.max_num_seqs

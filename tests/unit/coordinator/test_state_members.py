@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.events import Action, Fail, HttpOpened, Send, SendFailed
-from splitserve.errors import InvalidRequestError, RequestFailedError, UnavailableError
+from splitserve.errors import InvalidRequestError, UnavailableError
 from splitserve.wire import messages as m
 from tests.unit.coordinator.world import (
     BASE_URL,
@@ -18,6 +18,7 @@ from tests.unit.coordinator.world import (
     delivered,
     hello,
     of,
+    released,
     request,
     row,
     sent,
@@ -49,6 +50,7 @@ def test_the_launcher_starts_what_is_missing_and_hears_when_all_is_ready() -> No
     world.state.pools.targets = {"prefill": 1, "decode": 2}
     assert world.hear("launcher", LAUNCHER_HELLO) == [
         Send(LAUNCHER, m.Welcome(EPOCH)),
+        Send(LAUNCHER, m.Targets(1, 2)),
         Send(LAUNCHER, m.Start("prefill-0", "prefill")),
         Send(LAUNCHER, m.Start("decode-0", "decode")),
         Send(LAUNCHER, m.Start("decode-1", "decode")),
@@ -95,21 +97,25 @@ def test_only_the_launcher_is_believed_about_exits(sender: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["silence", "a stuck loop", "exit", "gone connection"])
-def test_death_fails_what_the_worker_held_and_frees_the_others(kind: str) -> None:
+def test_a_prompt_outlives_its_decode_worker(kind: str) -> None:
+    """Its KV is kept, and goes to another one."""
     world = launched(1, 1)
     world.join("decode", "survivor")
     ((_, prefill),) = sent(world.submit(request()), m.Prefill)
     victim = str(prefill.decode_worker_id)
+    (other,) = {"survivor", "decode-0-x"} - {victim}
     launch_id = world.state.registry.workers[victim].launch_id
     actions = kill(world, victim, launch_id, kind)
-    (fail,) = of(actions, Fail)
-    assert isinstance(fail.error, RequestFailedError) and fail.error.status == 503
-    assert victim in str(fail.error)
-    assert sent(actions, m.Release) == [("prefill-0-x", m.Release("r", 0, EPOCH))]
+    assert not of(actions, Fail) and released(actions) == []
+    endpoint = f"tcp://{other}:1"
+    retarget = m.Retarget("r", 1, EPOCH, other, endpoint)
+    assert sent(actions, m.Retarget) == [("prefill-0-x", retarget)]
     assert states(world)[victim] == "dead"
-    assert world.at_rest()
     if kind != "exit" and launch_id in world.state.pools.launches:
         assert sent(actions, m.Stop) == [("launcher", m.Stop(launch_id, 0.0))]
+    gone = m.PeerGone(victim, EPOCH, kind == "exit")
+    assert (other, gone) in sent(actions, m.PeerGone)
+    assert ("prefill-0-x", gone) in sent(actions, m.PeerGone)
 
 
 def kill(world: World, victim: str, launch_id: str, kind: str) -> list[Action]:
@@ -146,7 +152,8 @@ def test_heartbeats_are_answered_to_living_members_only() -> None:
     world.hear("launcher", m.ProcessExited("d0", 7, 1, ""))
     assert world.beat("d0") == []
     stale = m.Heartbeat("p0", "another epoch", 0.0, m.WorkerStats())
-    assert world.hear("p0/heartbeat", stale) == []
+    told = [Send(b"p0/heartbeat", m.HeartbeatAck(EPOCH))]
+    assert world.hear("p0/heartbeat", stale) == told, "it learns that there is a new coordinator"
     forged = m.Heartbeat("p0", EPOCH, 0.0, m.WorkerStats())
     assert world.hear("someone/heartbeat", forged) == []
 
@@ -183,7 +190,7 @@ def test_a_busy_worker_is_drained_when_it_has_finished() -> None:
     actions = world.state.scale(1, 1, world.now)
     assert not sent(actions, m.Drain)
     assert not sent(world.submit(request("c")), m.Drain)
-    load = world.state.requests.loads()["decode-1-x"]
+    load = world.state.requests.legs.loads()["decode-1-x"]
     (name,) = [
         t.request.request_id
         for t in world.state.requests._tracked.values()
@@ -198,7 +205,7 @@ def test_a_busy_worker_is_drained_when_it_has_finished() -> None:
 
 
 def test_draining_has_a_deadline() -> None:
-    world = launched(1, 2, request_timeout_s=20.0)
+    world = launched(1, 2, drain_grace_s=20.0)
     world.submit(request("a", timeout_s=1000.0), request("b", timeout_s=1000.0))
     world.state.scale(1, 1, world.now)
     for _ in range(8):

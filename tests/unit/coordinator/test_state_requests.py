@@ -16,7 +16,7 @@ from coordinator.events import (
 from splitserve.errors import RequestFailedError
 from splitserve.request import SampledToken
 from splitserve.wire import messages as m
-from tests.unit.coordinator.world import EPOCH, World, delivered, of, request, row, sent
+from tests.unit.coordinator.world import EPOCH, World, delivered, of, released, request, row, sent
 
 
 def error_of(actions: list[object]) -> RequestFailedError:
@@ -26,7 +26,7 @@ def error_of(actions: list[object]) -> RequestFailedError:
 
 
 def release(worker_id: str, request_id: str = "r") -> Send:
-    return Send(worker_id.encode(), m.Release(request_id, 0, EPOCH))
+    return Send(worker_id.encode(), m.Release(request_id, 0, EPOCH, 60.0))
 
 
 def test_a_request_is_sent_once_and_to_the_prefill_worker_only() -> None:
@@ -95,7 +95,7 @@ def test_a_request_for_one_token_ends_at_the_first() -> None:
     actions = world.first_token("p0", row(0, 10, finish="length"))
     assert delivered(actions) == [10]
     assert of(actions, Finish)
-    assert sent(actions, m.Release) == [("p0", m.Release("r", 0, EPOCH))]
+    assert released(actions) == [("p0", "r", 0)]
     assert world.at_rest()
     assert world.handed_over("p0") == [], "the answer to that Release"
 
@@ -115,9 +115,9 @@ def test_rows_of_other_attempts_are_not_delivered_and_are_released() -> None:
     world.submit(request())
     actions = world.tokens("d0", row(0, 99, attempt=1))
     assert delivered(actions) == []
-    assert sent(actions, m.Release) == [("d0", m.Release("r", 1, EPOCH))]
+    assert released(actions) == [("d0", "r", 1)]
     actions = world.first_token("p0", attempt=7)
-    assert sent(actions, m.Release) == [("p0", m.Release("r", 7, EPOCH))]
+    assert released(actions) == [("p0", "r", 7)]
 
 
 def test_rows_of_unknown_requests_are_released_once_a_message() -> None:
@@ -133,7 +133,7 @@ def test_rows_from_a_worker_that_was_not_given_the_request_are_refused() -> None
     other = {"d0": "d1", "d1": "d0"}[str(prefill.decode_worker_id)]
     actions = world.tokens(other, row(0, 66))
     assert delivered(actions) == []
-    assert sent(actions, m.Release) == [(other, m.Release("r", 0, EPOCH))]
+    assert released(actions) == [(other, "r", 0)]
 
 
 def test_messages_of_another_epoch_or_of_strangers_are_dropped() -> None:
@@ -180,7 +180,7 @@ def test_a_stop_string_ends_the_request_at_the_workers() -> None:
     assert world.state.requests.num_wasted_tokens == 1
     actions = world.handle(ChoiceStopped("r", 1))
     assert of(actions, Finish)
-    assert sent(actions, m.Release) == [("d0", m.Release("r", 0, EPOCH))]
+    assert released(actions) == [("d0", "r", 0)]
     assert world.at_rest()
 
 
@@ -195,7 +195,7 @@ def test_a_failure_at_a_worker_ends_the_request(stage: m.Stage, status: int) -> 
     error = error_of(list(actions))
     assert (error.stage, error.status) == (stage, status)
     assert "p0" in str(error) and "why" in str(error)
-    assert sent(actions, m.Release) == [("d0", m.Release("r", 0, EPOCH))]
+    assert released(actions) == [("d0", "r", 0)]
     assert world.at_rest()
 
 
@@ -214,12 +214,12 @@ def test_the_deadline_ends_a_request_wherever_it_is() -> None:
     assert prefill.deadline_s == pytest.approx(1.0), "what is left of it"
 
 
-def test_a_prefill_that_can_not_be_sent_fails() -> None:
-    world = World()
-    ((_, prefill),) = sent(world.submit(request()), m.Prefill)
-    error = error_of(list(world.handle(SendFailed(b"p0", prefill, vanished=False))))
-    assert error.status == 503
-    assert world.at_rest()
+def test_a_prefill_that_can_not_be_sent_goes_elsewhere() -> None:
+    world = World(2, 1)
+    ((first, prefill),) = sent(world.submit(request()), m.Prefill)
+    actions = world.handle(SendFailed(first.encode(), prefill, vanished=False))
+    ((second, again),) = sent(actions, m.Prefill)
+    assert {first, second} == {"p0", "p1"} and again.attempt == 1
 
 
 def test_timing_waits_a_moment_for_the_report_on_the_transfer() -> None:

@@ -103,9 +103,10 @@ class World:
         return self.hear(worker_id, m.Tokens(EPOCH, rows))
 
     def failed(
-        self, worker_id: str, stage: m.Stage = "prefill", request_id: str = "r"
+        self, worker_id: str, stage: m.Stage = "prefill", request_id: str = "r", **more: Any
     ) -> list[Action]:
-        return self.hear(worker_id, m.Failed(request_id, 0, EPOCH, stage, "why", False))
+        said = m.Failed(request_id, more.pop("attempt", 0), EPOCH, stage, "why", False)
+        return self.hear(worker_id, dataclasses.replace(said, **more))
 
     def refused(
         self, worker_id: str, reason: str = "why", request_id: str = "r", attempt: int = 0
@@ -119,8 +120,8 @@ class World:
     def at_rest(self) -> bool:
         """Nothing is remembered of any request."""
         requests = self.state.requests
-        nothing = not requests.ids and not len(requests.line) and requests.num_in_flight == 0
-        return nothing and requests.loads() == {}
+        nothing = not requests.ids and not len(requests.line) and requests.legs.num_in_flight == 0
+        return nothing and requests.legs.loads() == {}
 
 
 def row(
@@ -145,6 +146,11 @@ def sent(actions: Sequence[Action], kind: type[A]) -> list[tuple[str, A]]:
         for action in of(actions, Send)
         if isinstance(action.message, kind)
     ]
+
+
+def released(actions: Sequence[Action]) -> list[tuple[str, str, int]]:
+    """(receiver, request_id, attempt) of every Release."""
+    return [(to, said.request_id, said.attempt) for to, said in sent(actions, m.Release)]
 
 
 def delivered(actions: Sequence[Action], choice_id: int = 0) -> list[int]:

@@ -1,16 +1,22 @@
 import pytest
 
-from decode_worker import intake as i
-from decode_worker.intake import Intake, IntakeLimits
+from decode_worker import incoming as i
+from decode_worker.intake import MAX_PASSES, Intake, IntakeLimits
 from kv_transfer.base import FrameWritten, TransferKey
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.sequence import RequestKey
 from splitserve.wire import messages as m
 from tests.unit.requests import LAYOUT, make_request
 
+FROM = i.Sender("prefill-0", "peer")
+
 
 def intake(num_blocks: int = 8, max_num_seqs: int = 8) -> Intake:
-    return Intake(LAYOUT, BlockManager(num_blocks), IntakeLimits(max_num_seqs, 100))
+    return Intake(
+        LAYOUT,
+        BlockManager(num_blocks),
+        IntakeLimits(max_num_seqs, vocab_size=100, max_model_len=1000),
+    )
 
 
 def admit(state: Intake, now: float = 0.0) -> list[i.Action]:
@@ -34,14 +40,14 @@ def kinds(actions: list[i.Action] | None) -> list[str]:
 
 def test_blocks_accept_frames_before_the_grant_goes_out() -> None:
     state = intake()
-    state.add(make_request("a", 9), "peer")
+    state.add(make_request("a", 9), FROM)
     assert kinds(admit(state)) == ["AcceptFrames", "Grant"]
     assert state.blocks.counts.reserved == 3  # nine tokens and the first new one
 
 
 def test_a_commit_with_every_byte_begins() -> None:
     state = intake()
-    state.add(make_request("a", 9), "peer")
+    state.add(make_request("a", 9), FROM)
     admit(state)
     state.written(arrived("a", 0, 4), 1.0)
     state.written(arrived("a", 4, 9), 2.0)
@@ -51,7 +57,7 @@ def test_a_commit_with_every_byte_begins() -> None:
 
 def test_a_commit_with_a_hole_names_it_once_then_fails() -> None:
     state = intake()
-    state.add(make_request("a", 9), "peer")
+    state.add(make_request("a", 9), FROM)
     admit(state)
     state.written(arrived("a", 0, 4), 1.0)
     actions = state.commit(commit("a"), 3.0)
@@ -64,7 +70,7 @@ def test_a_commit_with_a_hole_names_it_once_then_fails() -> None:
 @pytest.mark.parametrize("choice_ids", [(3,), (0, 0)])
 def test_a_commit_that_does_not_fit_its_open_fails(choice_ids: tuple[int, ...]) -> None:
     state = intake()
-    state.add(make_request("a", 3, n=2), "peer")
+    state.add(make_request("a", 3, n=2), FROM)
     admit(state)
     state.written(arrived("a", 0, 3), 1.0)
     assert kinds(state.commit(commit("a", *choice_ids), 2.0)) == ["Drop", "AbortAck", "Failed"]
@@ -82,7 +88,7 @@ def test_a_commit_that_does_not_fit_its_open_fails(choice_ids: tuple[int, ...]) 
 )
 def test_an_impossible_first_token_never_reaches_a_batch(row: m.TokenRow) -> None:
     state = intake()
-    state.add(make_request("a", 3), "peer")
+    state.add(make_request("a", 3), FROM)
     admit(state)
     state.written(arrived("a", 0, 3), 1.0)
     message = m.Commit("a", 0, "epoch", (row,), 0)
@@ -92,15 +98,15 @@ def test_an_impossible_first_token_never_reaches_a_batch(row: m.TokenRow) -> Non
 def test_a_commit_without_a_grant_is_not_served() -> None:
     state = intake(num_blocks=2)
     assert state.commit(commit("a"), 1.0) is None
-    state.add(make_request("a", 9), "peer")
+    state.add(make_request("a", 9), FROM)
     admit(state)
     assert state.commit(commit("a"), 1.0) is None
 
 
 def test_who_waits_hears_it_once() -> None:
     state = intake(num_blocks=4)
-    state.add(make_request("a", 9), "peer")
-    state.add(make_request("b", 9), "peer")
+    state.add(make_request("a", 9), FROM)
+    state.add(make_request("b", 9), FROM)
     assert kinds(admit(state)) == ["AcceptFrames", "Grant", "Queued"]
     assert kinds(admit(state)) == []
     drops = state.release(RequestKey("a", 0))
@@ -112,18 +118,18 @@ def test_who_waits_hears_it_once() -> None:
 def test_a_few_younger_ones_pass_then_room_is_kept() -> None:
     state = intake(num_blocks=9)
     state.blocks.reserve("busy", 1)
-    state.add(make_request("large", 32), "peer")
+    state.add(make_request("large", 32), FROM)
     passed = 0
     for number in range(8):
-        state.add(make_request(str(number), 1), "peer")
+        state.add(make_request(str(number), 1), FROM)
         passed += kinds(admit(state)).count("Grant")
-    assert passed == i.MAX_PASSES
+    assert passed == MAX_PASSES
     state.blocks.cancel("busy")
     for number in range(8):
         for action in state.release(RequestKey(str(number), 0)):
             assert isinstance(action, i.Drop)
             state.blocks.cancel(action.key)
-    state.add(make_request("last", 1), "peer")
+    state.add(make_request("last", 1), FROM)
     (accept, grant) = admit(state)[:2]
     assert isinstance(accept, i.AcceptFrames) and accept.key.request_id == "large"
     assert isinstance(grant, i.Reply)
@@ -131,15 +137,15 @@ def test_a_few_younger_ones_pass_then_room_is_kept() -> None:
 
 def test_choices_count_against_max_num_seqs() -> None:
     state = intake(max_num_seqs=3)
-    state.add(make_request("a", 3, n=2), "peer")
-    state.add(make_request("b", 3, n=2), "peer")
+    state.add(make_request("a", 3, n=2), FROM)
+    state.add(make_request("b", 3, n=2), FROM)
     assert kinds(admit(state)) == ["AcceptFrames", "Grant", "Queued"]
     assert state.never_fits(make_request("c", 3, n=4))
 
 
 def test_a_local_prompt_takes_its_blocks_from_the_same_line() -> None:
     state = intake(num_blocks=4)
-    state.add(make_request("a", 9), "peer")
+    state.add(make_request("a", 9), FROM)
     state.add(make_request("b", 5), None)
     assert kinds(admit(state)) == ["AcceptFrames", "Grant"]
     assert kinds(state.release(RequestKey("a", 0))) == ["Drop"]
@@ -151,8 +157,8 @@ def test_a_local_prompt_takes_its_blocks_from_the_same_line() -> None:
 
 def test_a_stalled_transfer_is_dropped_and_a_waiting_one_is_not() -> None:
     state = intake(num_blocks=4)
-    state.add(make_request("a", 9), "peer")
-    state.add(make_request("b", 9), "peer")
+    state.add(make_request("a", 9), FROM)
+    state.add(make_request("b", 9), FROM)
     admit(state, now=1.0)
     state.written(arrived("a", 0, 4), 5.0)
     assert state.due() == 15.0
@@ -163,7 +169,7 @@ def test_a_stalled_transfer_is_dropped_and_a_waiting_one_is_not() -> None:
 
 def test_a_deadline_ends_who_waits() -> None:
     state = intake(num_blocks=1)
-    state.add(make_request("a", 9, deadline=7.0), "peer")
+    state.add(make_request("a", 9, deadline=7.0), FROM)
     admit(state)
     actions = state.expire(7.0)
     assert kinds(actions) == ["AbortAck", "Failed"]
@@ -173,7 +179,50 @@ def test_a_deadline_ends_who_waits() -> None:
 def test_frames_of_a_forgotten_transfer_count_for_nothing() -> None:
     state = intake()
     state.written(arrived("a", 0, 9), 1.0)
-    state.add(make_request("a", 9), "peer")
+    state.add(make_request("a", 9), FROM)
     admit(state)
     actions = state.commit(commit("a"), 2.0)
     assert kinds(actions) == ["Incomplete"]
+
+
+@pytest.mark.parametrize(
+    ("one_sided", "reaped", "expected"),
+    [
+        (False, False, ["Drop"]),
+        (False, True, ["EndQuarantine", "Drop"]),
+        (True, False, ["Quarantine"]),
+        (True, True, ["EndQuarantine", "Drop"]),
+    ],
+)
+def test_a_dead_peer_may_still_write_only_to_what_it_writes_by_itself(
+    one_sided: bool, reaped: bool, expected: list[str]
+) -> None:
+    state = intake(num_blocks=8)
+    state.add(make_request("granted", 9), FROM)
+    state.add(make_request("waiting", 30), FROM)
+    state.add(make_request("other", 9), i.Sender("prefill-1", "peer-1"))
+    admit(state)
+    assert kinds(state.peer_gone("prefill-0", reaped, one_sided)) == expected
+    assert state.keys == [("other", 0)]
+    assert state.is_gone("prefill-0") and not state.is_gone("prefill-1")
+
+
+def test_a_peer_that_computes_has_as_long_as_a_step_may_last() -> None:
+    state = intake()
+    state.add(make_request("a", 9), FROM)
+    admit(state, now=0.0)
+    assert state.due() == 90.0  # it may be in a step since before the Grant
+    state.written(arrived("a", 0, 4), 50.0)
+    assert state.due() == 60.0
+    assert state.computing(m.Computing("a", 0, "epoch"), 51.0) == []
+    assert state.due() == 141.0
+    assert state.computing(m.Computing("a", 1, "epoch"), 51.0) is None
+
+
+def test_a_prompt_whose_peer_can_not_be_answered_is_given_up() -> None:
+    state = intake()
+    state.add(make_request("a", 9), FROM)
+    admit(state)
+    assert state.unreachable(RequestKey("a", 1)) == []
+    assert kinds(state.unreachable(RequestKey("a", 0))) == ["Drop", "AbortAck", "Failed"]
+    assert state.idle

@@ -1,9 +1,13 @@
-"""A coordinator without HTTP: it starts workers, tells Ready, and obeys its model's name."""
+"""A coordinator without HTTP: it starts workers, tells Ready, and obeys its model's name.
+
+It prints its config, what it hears, and `life PID` when it has bound its socket.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import sys
 
@@ -24,14 +28,18 @@ class FakeCoordinator:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.router = context.socket(zmq.ROUTER)
         self.router.linger = 0
+        self.epoch = secrets.token_hex(4)
         self.launcher = b""
         self.num_hellos = 0
         self.num_wanted = config.num_prefill + config.num_decode
 
     def run(self) -> None:
-        if "coordinator-dies" in self.ways:
-            sys.exit("no such port")
-        port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        self.misbehave()
+        self.router.bind(f"tcp://127.0.0.1:{self.config.control_port or '*'}")
+        port = int(self.router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        ports = f"http {self.config.port} control {port}"
+        wanted = f"wants {self.config.num_prefill}+{self.config.num_decode}"
+        print(f"life {os.getpid()} {ports} {wanted} {self.config.successor}", flush=True)
         with os.fdopen(int(os.environ[READY_FD_ENV]), "w") as pipe:
             print(json.dumps({"control_endpoint": f"tcp://127.0.0.1:{port}"}), file=pipe)
         decoder = decoder_for(m.ToCoordinator)
@@ -39,27 +47,55 @@ class FakeCoordinator:
             identity, data = self.router.recv_multipart()
             self.on_message(identity, decoder.decode(data))
 
+    def misbehave(self) -> None:
+        if "coordinator-dies" in self.ways:
+            sys.exit("no such port")
+        if "successor-dies" in self.ways and self.config.successor:
+            sys.exit(f"no luck with {self.config.control_port}")
+        if "successor-hangs" in self.ways and self.config.successor:
+            signal.pause()
+
     def on_message(self, identity: bytes, message: m.ToCoordinator) -> None:
         match message:
             case m.Hello(role="launcher"):
                 self.launcher = identity
-                self.tell(m.Reject("no") if "rejects" in self.ways else m.Welcome("epoch"))
-                for number in range(self.config.num_prefill):
-                    self.start("prefill", number)
-                for number in range(self.config.num_decode):
-                    self.start("decode", number)
+                self.on_launcher(message)
             case m.Hello():
                 self.num_hellos += 1
                 if self.num_hellos == self.num_wanted:
-                    self.tell(m.Ready("epoch", "http://127.0.0.1:1"))
-                if self.num_hellos == self.num_wanted and "coordinator-leaves" in self.ways:
-                    sys.exit("all done")
+                    self.on_all_here()
+            case m.Heartbeat():
+                self.tell(m.HeartbeatAck(message.epoch))
             case m.ProcessExited():
                 print(f"told {message.launch_id} exited {message.exit_code}", flush=True)
-                if "replaces" in self.ways and message.launch_id == "prefill-0":
-                    self.start("prefill", 7)
-                if "stops" in self.ways and message.launch_id == "prefill-0":
-                    self.tell(m.Stop("decode-0", 0.2))
+                self.on_exited(message.launch_id)
+
+    def on_launcher(self, hello: m.Hello) -> None:
+        self.tell(m.Reject("no") if "rejects" in self.ways else m.Welcome(self.epoch))
+        launches = sorted(launch.launch_id for launch in hello.launches)
+        print(f"told of {launches}", flush=True)
+        if self.config.successor:
+            if "starts-same" in self.ways:
+                self.start("prefill", 0)
+            return
+        for number in range(self.config.num_prefill):
+            self.start("prefill", number)
+        for number in range(self.config.num_decode):
+            self.start("decode", number)
+
+    def on_all_here(self) -> None:
+        if "stops-first" in self.ways:
+            self.tell(m.Stop("prefill-0", 1.5))
+        self.tell(m.Targets(3, 4))
+        self.tell(m.Ready(self.epoch, "http://127.0.0.1:1"))
+
+    def on_exited(self, launch_id: str) -> None:
+        if launch_id != "prefill-0":
+            return
+        if "replaces" in self.ways:
+            self.start("prefill", 7)
+        if "stops" in self.ways:
+            self.tell(m.Stop("decode-0", 0.2))
 
     def start(self, role: Role, number: int) -> None:
         self.tell(m.Start(f"{role}-{number}", role))

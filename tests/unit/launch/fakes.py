@@ -30,24 +30,35 @@ class FakeCluster:
         decode: int = 1,
         timeout_s: float = 20,
         grace_s: float = 1.0,
+        **given: float,
     ) -> None:
-        settings = resolve({"model": "fake", "prefill": prefill, "decode": decode}, environ={})
+        given |= {"prefill": prefill, "decode": decode}
+        given |= {"start_timeout_s": timeout_s, "stop_grace_s": grace_s}
+        settings = resolve({"model": "fake", **given}, environ={})
         plan = LaunchPlan(settings, ways, cores=(), parent_pid=os.getpid())
         self.lines: list[str] = []
         spawner = LocalSpawner(plan, self._echo, MODULES)
-        self.launcher = Launcher(
-            spawner, start_timeout_s=timeout_s, stop_grace_s=grace_s, keys=None
-        )
+        self.launcher = Launcher(spawner, settings)
 
     def _echo(self, launch_id: str, line: str) -> None:
         self.lines.append(f"[{launch_id}] {line}")
 
     def pids(self) -> list[int]:
+        """Of the workers, in the order in which they came up."""
         return [int(found[1]) for line in self.lines if (found := re.search(r"pid (\d+)", line))]
 
-    def wait_for_line(self, text: str) -> str:
-        wait_until(lambda: any(text in line for line in self.lines), 10, f"a line with {text!r}")
-        return next(line for line in self.lines if text in line)
+    def coordinator_pids(self) -> list[int]:
+        """Of every coordinator there was, the oldest first."""
+        return [int(found[1]) for line in self.lines if (found := re.search(r"life (\d+)", line))]
+
+    def wait_for_line(self, text: str, number: int = 1) -> str:
+        """The line with this text: the first, or a later one."""
+
+        def found() -> list[str]:
+            return [line for line in self.lines if text in line]
+
+        wait_until(lambda: len(found()) >= number, 10, f"line {number} with {text!r}")
+        return found()[number - 1]
 
 
 def is_running(pid: int) -> bool:

@@ -93,16 +93,6 @@ def test_stop_message_ends_one_worker() -> None:
     cluster.launcher.stop()
 
 
-def test_end_of_the_coordinator_is_a_failure_and_ends_the_workers() -> None:
-    cluster = FakeCluster("coordinator-leaves")
-    with pytest.raises(LaunchError, match="coordinator"):
-        cluster.launcher.start()
-        assert cluster.launcher.wait(10)
-        assert cluster.launcher.failure is not None
-        raise cluster.launcher.failure
-    assert not any(is_running(pid) for pid in cluster.pids())
-
-
 def test_sigterm_is_followed_by_sigkill_and_kill_needs_no_grace() -> None:
     cluster = FakeCluster("ignores-sigterm")
     cluster.launcher.start()

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from splitserve.launch.hosted import bundle_of, for_ray
-from splitserve.launch.plan import UNPINNED, CoreShare, LaunchPlan, WorkerPlace, share_cores
+from splitserve.launch.plan import (
+    UNPINNED,
+    Comeback,
+    CoreShare,
+    LaunchPlan,
+    WorkerPlace,
+    share_cores,
+)
 from splitserve.settings import resolve
 
 
@@ -52,6 +60,22 @@ def test_coordinator_config_says_all_a_coordinator_needs() -> None:
     assert config.served_model_names == ("x",)
     assert (config.num_prefill, config.num_decode) == (0, 2)
     assert (config.port, config.api_keys, config.parent_pid) == (0, ("k",), 7)
+
+
+def test_coordinator_that_comes_back_keeps_its_ports_and_the_wanted_numbers() -> None:
+    plan = plan_of(port=0, decode=2, max_restarts=3, drain_grace_s=7)
+    first = plan.coordinator()
+    assert (first.control_port, first.successor) == (0, False)
+    assert (first.max_restarts, first.drain_grace_s) == (3, 7)
+    again = plan.coordinator(Comeback(8123, 4567, num_prefill=0, num_decode=9))
+    assert (again.port, again.control_port, again.successor) == (8123, 4567, True)
+    assert (again.num_prefill, again.num_decode) == (0, 9)
+    assert (
+        dataclasses.replace(
+            again, port=0, control_port=0, successor=False, num_prefill=1, num_decode=2
+        )
+        == first
+    )
 
 
 def test_slots_added_later_are_unpinned() -> None:

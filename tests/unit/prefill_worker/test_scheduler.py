@@ -16,7 +16,7 @@ def test_a_prompt_is_admitted_with_all_its_blocks_or_waits() -> None:
     prefill.submit(make_request("b", 9))
     assert [s.request.key.request_id for s in prefill.admit()] == ["a"]
     assert prefill.blocks.counts.used == 3
-    assert prefill.release(make_request("a", 9).key)
+    assert prefill.release("a")
     assert [s.request.key.request_id for s in prefill.admit()] == ["b"]
 
 
@@ -40,15 +40,32 @@ def test_several_prompts_share_a_step_and_long_ones_take_several() -> None:
 
 def test_release_is_idempotent_and_frees_in_every_state() -> None:
     prefill = scheduler(num_blocks=4, budget=8)
-    requests = [make_request(name, 8) for name in "abc"]
-    for request in requests:
-        prefill.submit(request)
+    for name in "abc":
+        prefill.submit(make_request(name, 8))
     prefill.admit()
     prefill.computed(prefill.schedule())
-    assert [prefill.release(r.key) for r in requests] == [True, True, True]
-    assert [prefill.release(r.key) for r in requests] == [False, False, False]
+    assert [prefill.release(name) for name in "abc"] == [True, True, True]
+    assert [prefill.release(name) for name in "abc"] == [False, False, False]
     assert prefill.idle
     assert prefill.blocks.counts.free == 4
+
+
+def test_another_attempt_keeps_its_place_its_blocks_and_what_is_computed() -> None:
+    prefill = scheduler(num_blocks=4, budget=6)
+    for name in "abc":
+        prefill.submit(make_request(name, 8))
+    prefill.admit()
+    prefill.computed(prefill.schedule())
+    blocks_of_a = list(prefill.block_ids("a"))
+    for name in "ba":  # b waits for blocks behind nobody, a is half computed
+        prefill.rekey(make_request(name, 8).at_attempt(3))
+    assert prefill.block_ids("a") == blocks_of_a
+    (chunk, second) = prefill.schedule()
+    assert (chunk.sequence.request.key, chunk.start) == (("a", 3), 6)
+    assert second.sequence.request.key == ("b", 3)
+    prefill.release("a")
+    prefill.rekey(make_request("c", 8).at_attempt(1))
+    assert [s.request.key for s in prefill.admit()] == [("c", 1)]
 
 
 def test_a_prompt_larger_than_the_pool_never_fits() -> None:
@@ -73,7 +90,7 @@ def test_every_token_of_every_prompt_is_computed_once(lengths: list[int], budget
             assert planned.start == computed[name]
             computed[name] = planned.end
             if planned.samples:
-                prefill.release(planned.sequence.request.key)
+                prefill.release(name)
         prefill.blocks.check()
     assert list(computed.values()) == lengths
     assert prefill.blocks.counts.used == 0

@@ -42,6 +42,20 @@ def test_check_notices_a_block_held_twice() -> None:
         manager.check()
 
 
+def test_quarantined_blocks_are_nobodys_until_their_writer_has_ended() -> None:
+    manager = BlockManager(5)
+    for key, writer in (("a", "dead"), ("b", "dead"), ("c", "frozen")):
+        manager.reserve(key, 1)
+        manager.quarantine(key, writer)
+    assert manager.allocate(3) is None
+    counts = manager.counts
+    assert (counts.free, counts.reserved, counts.quarantined) == (2, 3, 3)
+    manager.end_quarantine("dead")
+    manager.end_quarantine("nobody")
+    assert (manager.counts.free, manager.counts.quarantined) == (4, 1)
+    manager.check()
+
+
 class Blocks(RuleBasedStateMachine):
     """Any order of operations keeps every block in exactly one state."""
 
@@ -67,14 +81,20 @@ class Blocks(RuleBasedStateMachine):
             self.reservations.append(self.next_key)
 
     @precondition(lambda self: self.reservations)
-    @rule(data=st.data(), commits=st.booleans())
-    def settle(self, data: st.DataObject, commits: bool) -> None:
+    @rule(data=st.data(), end=st.sampled_from(["commit", "cancel", "quarantine"]))
+    def settle(self, data: st.DataObject, end: str) -> None:
         key = data.draw(st.sampled_from(self.reservations))
         self.reservations.remove(key)
-        if commits:
+        if end == "commit":
             self.held.append(self.manager.commit(key))
-        else:
+        elif end == "cancel":
             self.manager.cancel(key)
+        else:
+            self.manager.quarantine(key, key % 2)
+
+    @rule(writer=st.integers(0, 1))
+    def end_quarantine(self, writer: int) -> None:
+        self.manager.end_quarantine(writer)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

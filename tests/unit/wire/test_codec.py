@@ -112,7 +112,7 @@ def packed(*form: Any) -> bytes:
         (("Tokens", "e", (("r", 0, 0, 1, (2**63,), None, None),)), "rows.tokens: integers in"),
         (("Tokens", "e", (("r", True, 0, 1, (), None, None),)), "rows.attempt: integer in"),
         (("Tokens", "e", (("r", 0, 0, 1, (), None, "eos"),)), "rows.finish: one of"),
-        (("Failed", "r", 0, "e", "decode", "why", 1), "Failed.retriable: boolean expected"),
+        (("Failed", "r", 0, "e", "decode", "why", 1, False), "Failed.retriable: boolean expected"),
         (("HandedOver", "r", 0, "e", 1, float("nan")), "transfer_s: finite number expected"),
     ],
 )

@@ -1,0 +1,109 @@
+"""A prompt on its way in, and the actions the intake asks for. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kv_transfer.chunks import Coverage
+from splitserve.scheduling.sequence import Request, RequestKey
+from splitserve.wire import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer the prefill worker."""
+
+    peer: str
+    message: m.DecodeToPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptFrames:
+    """Let frames of this transfer write into its reserved blocks. Comes before the Grant."""
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """All KV is here: commit the reserved blocks and decode."""
+
+    request: Request
+    first_tokens: tuple[m.TokenRow, ...]
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginLocal:
+    """There is room for a prompt that this worker computes itself."""
+
+    request: Request
+    block_ids: list[int]
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Stop writes of this transfer, then cancel its reservation."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Take the grant back, but keep its blocks out of use: a dead peer may still write to them."""
+
+    key: RequestKey
+    writer: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndQuarantine:
+    """This peer's process has ended, and with it its writes."""
+
+    writer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the coordinator."""
+
+    message: m.Failed
+
+
+Action = Reply | AcceptFrames | Begin | BeginLocal | Drop | Quarantine | EndQuarantine | Report
+
+
+class Sender(NamedTuple):
+    """A prefill worker, and what its data connection is called here."""
+
+    worker_id: str
+    peer: str
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """One prompt on its way in. Without a peer it is to be computed here."""
+
+    request: Request
+    sender: Sender | None
+    order: int
+    coverage: Coverage
+    stalls_at: float = float("inf")
+    told: bool = False  # that it waits
+    resent: bool = False
+    passed: int = 0
+
+    def due(self) -> float:
+        return min(self.request.deadline, self.stalls_at)
+
+    def expect_kv(self, now: float) -> None:
+        """More frames or the Commit come next."""
+        self.stalls_at = now + self.request.stall_timeout_s
+
+    def expect_compute(self, max_step_s: float, now: float) -> None:
+        """The peer may be in a step; half as much again, for whatever delays its word."""
+        self.stalls_at = now + max(self.request.stall_timeout_s, 1.5 * max_step_s)

@@ -1,0 +1,185 @@
+"""Processes that die, are started again, are replaced, or outlive their coordinator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.events import Action, HttpOpened
+from splitserve.wire import messages as m
+from tests.unit.coordinator.test_state_members import launched, states
+from tests.unit.coordinator.world import BASE_URL, EPOCH, World, request, row, sent
+
+
+def exit_of(world: World, launch_id: str, code: int = -9, lines: str = "") -> list[Action]:
+    return world.hear("launcher", m.ProcessExited(launch_id, 7, code, lines))
+
+
+def starts(actions: list[Action]) -> list[str]:
+    return [message.launch_id for _, message in sent(actions, m.Start)]
+
+
+def born(world: World, launch_id: str) -> list[Action]:
+    role: Any = launch_id.partition("-")[0]
+    return world.join(role, f"{launch_id}-x", launch_id)
+
+
+def test_a_dead_worker_is_started_again_after_a_moment() -> None:
+    world = launched(1, 1)
+    assert starts(exit_of(world, "decode-0")) == []
+    assert world.state.due() is not None
+    assert starts(world.wait(0.4)) == []
+    assert starts(world.wait(0.2)) == ["decode-1"]
+    born(world, "decode-1")
+    assert world.state.ready
+    assert starts(world.wait(60.0)) == []
+
+
+def test_one_that_is_declared_dead_is_killed_and_replaced() -> None:
+    """A frozen process can't be asked; its place is taken all the same."""
+    world = launched(1, 2)
+    world.beat("decode-0-x", loop_age_s=61.0)
+    actions = world.wait(0.0, beating=False)
+    assert sent(actions, m.Stop) == [("launcher", m.Stop("decode-0", 0.0))]
+    assert starts(world.wait(0.6)) == ["decode-2"]
+    assert starts(exit_of(world, "decode-0")) == [], "it is replaced already"
+    assert starts(world.wait(60.0)) == []
+
+
+def test_the_wait_doubles_and_has_an_end() -> None:
+    world = launched(1, 1)
+    waits, launch_id = [], "decode-0"
+    while True:
+        exit_of(world, launch_id, 1, f"Traceback of {launch_id}")
+        waited = 0.0
+        started: list[str] = []
+        while not started and waited < 30.0:
+            started = starts(world.wait(0.5))
+            waited += 0.5
+        if not started:
+            break
+        (launch_id,) = started
+        waits.append(waited)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0]
+    (lineage,) = world.state.pools.failed
+    assert (lineage.first_launch_id, lineage.num_failures) == ("decode-0", 6)
+    assert lineage.given_up
+    assert lineage.last_lines == "Traceback of decode-0", "the first failure says most"
+    assert starts(world.state.scale(1, 1, world.now)) == ["decode-6"], "a person may try again"
+
+
+def test_a_worker_that_was_scaled_away_is_not_started_again() -> None:
+    world = launched(1, 2)
+    world.state.scale(1, 1, world.now)
+    exit_of(world, "decode-1", 0)
+    assert starts(world.wait(60.0)) == []
+    assert world.state.pools.failed == []
+
+
+def test_a_restart_that_is_no_longer_wanted_is_dropped() -> None:
+    world = launched(1, 2)
+    exit_of(world, "decode-1")
+    world.state.scale(1, 1, world.now)
+    assert starts(world.wait(60.0)) == []
+
+
+def test_a_worker_that_somebody_else_stops_is_replaced_while_it_drains() -> None:
+    world = launched(1, 2)
+    world.submit(request("a", max_tokens=9), request("b", max_tokens=9))
+    beat = m.Heartbeat("decode-0-x", EPOCH, 0.0, m.WorkerStats(), draining=True)
+    world.hear("decode-0-x/heartbeat", beat)
+    assert starts(world.wait(0.6)) == ["decode-2"]
+    exit_of(world, "decode-0", 0)
+    assert starts(world.wait(60.0)) == []
+
+
+def test_a_rolling_restart_starts_the_replacement_first() -> None:
+    world = launched(1, 2)
+    worker_ids, actions = world.state.restart("decode", world.now)
+    assert sorted(worker_ids) == ["decode-0-x", "decode-1-x"]
+    assert starts(actions) == ["decode-2"]
+    assert not sent(world.wait(5.0), m.Drain), "nobody leaves before it is there"
+    actions = born(world, "decode-2")
+    assert [to for to, _ in sent(actions, m.Drain)] == ["decode-0-x"]
+    assert starts(actions) == []
+    actions = exit_of(world, "decode-0", 0)
+    assert starts(actions) == ["decode-3"]
+    born(world, "decode-3")
+    assert starts(exit_of(world, "decode-1", 0)) == []
+    assert states(world) == {
+        "prefill-0-x": "ready",
+        "decode-2-x": "ready",
+        "decode-3-x": "ready",
+    }
+    assert starts(world.wait(60.0)) == []
+    assert world.state.pools.failed == []
+
+
+def test_a_rolling_restart_waits_for_the_streams_of_who_leaves() -> None:
+    world = launched(1, 1)
+    world.submit(request(max_tokens=9))
+    world.first_token("prefill-0-x")
+    world.handed_over("prefill-0-x")
+    world.tokens("decode-0-x", row(0, 10, 11))
+    world.state.restart("decode", world.now)
+    assert not sent(born(world, "decode-1"), m.Drain)
+    assert states(world)["decode-0-x"] == "draining"
+    actions = world.tokens("decode-0-x", row(2, 12, finish="stop"))
+    assert [to for to, _ in sent(actions, m.Drain)] == ["decode-0-x"]
+
+
+def test_a_replacement_that_dies_ends_the_rolling_restart() -> None:
+    """The old worker goes on: a bad version must not take the pool down one by one."""
+    world = launched(1, 2)
+    world.state.restart("decode", world.now)
+    exit_of(world, "decode-2", 1, "no such option")
+    assert starts(world.wait(60.0)) == []
+    assert states(world)["decode-0-x"] == "ready" and states(world)["decode-1-x"] == "ready"
+
+
+# -- a coordinator that follows another ----------------------------------------------------------
+
+
+def successor(*launch_ids: str, **options: Any) -> tuple[World, list[Action]]:
+    world = World(0, 0, successor=True, **options)
+    world.state.pools.targets = {"prefill": 1, "decode": 2}
+    launches = tuple(m.Launched(x, "decode" if "decode" in x else "prefill") for x in launch_ids)
+    hello = m.Hello("launcher", "launcher", "launcher", 1, "host", launches=launches)
+    return world, world.hear("launcher", hello)
+
+
+def test_a_new_coordinator_takes_over_the_workers_that_run() -> None:
+    """smg-project/smg#2492: what only the coordinator knew was lost with it."""
+    world, actions = successor("prefill-3", "decode-5", "decode-9")
+    assert starts(actions) == []
+    world.handle(HttpOpened(BASE_URL))
+    for launch_id in ("prefill-3", "decode-5"):
+        assert not sent(born(world, launch_id), m.Ready)
+    assert sent(born(world, "decode-9"), m.Ready)
+    exit_of(world, "decode-5")
+    assert starts(world.wait(0.6)) == ["decode-10"], "no name is used twice"
+
+
+def test_it_starts_what_died_meanwhile_and_serves_with_the_rest() -> None:
+    world, actions = successor("prefill-0", "decode-0")
+    assert starts(actions) == ["decode-1"]
+    world.handle(HttpOpened(BASE_URL))
+    born(world, "prefill-0")
+    assert sent(born(world, "decode-0"), m.Ready), "decode-1 may take its time"
+    assert world.state.ready
+
+
+def test_a_worker_that_does_not_come_back_is_killed_and_replaced() -> None:
+    world, _ = successor("prefill-0", "decode-0", "decode-1")
+    born(world, "prefill-0")
+    born(world, "decode-0")
+    stops = [message for _, message in sent(world.wait(60.1), m.Stop)]
+    assert stops == [m.Stop("decode-1", 0.0)]
+    assert starts(world.wait(0.6)) == ["decode-2"]
+
+
+def test_the_launcher_hears_that_the_coordinator_lives() -> None:
+    world = launched(1, 1)
+    beat = m.Heartbeat("launcher", EPOCH, 0.0, m.WorkerStats())
+    assert sent(world.hear("launcher", beat), m.HeartbeatAck) == [
+        ("launcher", m.HeartbeatAck(EPOCH))
+    ]
