@@ -20,7 +20,7 @@ from splitserve.membership import Membership, TerminationRequested
 from splitserve.request import Sampling
 from splitserve.wire import messages as m
 from splitserve.wire.channel import Channel, DataReceived
-from tests.fake_runner import LAYOUT, FakeRunner
+from tests.fake_runner import LAYOUT, FakeRunner, answer
 from tests.scripted_coordinator import ScriptedCoordinator
 from tests.waiting import wait_until
 
@@ -55,6 +55,12 @@ class Ring:
         self._run(name, worker, channel, membership)
         return runner
 
+    def start_slow_prefill(self, name: str = "prefill") -> FakeRunner:
+        """A step of it takes four tokens and 20 ms, until it is told to hurry."""
+        runner = self.start_prefill(name, max_num_batched_tokens=4)
+        runner.at_full_speed.clear()
+        return runner
+
     def _join(self, name: str, role: Any, channel: Channel, runner: FakeRunner) -> Membership:
         config = WorkerConfig(role, EngineConfig("fake"), self.coordinator.endpoint, name)
         channel.connect_control(config.control_endpoint, name.encode())
@@ -64,7 +70,7 @@ class Ring:
         return membership
 
     def _run(self, name: str, worker: Any, channel: Channel, membership: Membership) -> None:
-        thread = threading.Thread(target=worker.run, name=name)
+        thread = threading.Thread(target=worker.run, name=name, daemon=True)
         thread.start()
         self.workers[name] = worker
         self._running[name] = (channel, thread, membership)
@@ -121,6 +127,23 @@ class Ring:
     def draining(self, name: str) -> bool:
         beat = self.coordinator.beats.get(name)
         return beat is not None and beat.draining
+
+    def expect_answer(self, request_id: str, prompt: tuple[int, ...], num_tokens: int = 8) -> None:
+        self.wait_for_tokens(request_id, num_tokens)
+        assert self.tokens(request_id) == answer(prompt, 1, num_tokens)
+
+    def first_failure(self) -> m.Failed:
+        self.wait_for(lambda: bool(self.coordinator.of(m.Failed)), "Failed")
+        failed = self.coordinator.of(m.Failed)[0]
+        assert isinstance(failed, m.Failed)
+        return failed
+
+    def num_free(self, name: str) -> int:
+        return int(self.workers[name].stats().num_blocks_free)
+
+    def wait_until_empty(self, name: str) -> None:
+        total = self.workers[name].blocks.counts.total
+        self.wait_for(lambda: self.num_free(name) == total, f"{name} holds nothing")
 
     def drained(self) -> bool:
         stats = [worker.stats() for worker in self.workers.values()]

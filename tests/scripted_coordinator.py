@@ -59,7 +59,17 @@ class ScriptedCoordinator:
     def _bind(self, endpoint: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
+        wait_until(lambda: self._binds(endpoint), 10.0, f"{endpoint} is free again")
+
+    def _binds(self, endpoint: str) -> bool:
+        """ZeroMQ lets go of a closed socket's port a little later."""
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            return False
+        return True
 
     def _start(self) -> None:
         self._stopping = False

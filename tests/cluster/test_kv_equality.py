@@ -19,7 +19,7 @@ from prefill_worker.worker import PrefillWorker
 from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.engine.batch import Chunk
 from splitserve.engine.model_runner import ModelRunner
-from splitserve.membership import Membership, TerminationRequested
+from splitserve.membership import Membership
 from splitserve.models import resolve_model
 from splitserve.request import Sampling
 from splitserve.wire import messages as m
@@ -74,7 +74,6 @@ class Pair:
     oracle: ModelRunner
     sent: dict[str, bytes] = field(default_factory=dict)
     arrived: dict[str, bytes] = field(default_factory=dict)
-    channels: list[Channel] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     memberships: list[Membership] = field(default_factory=list)
 
@@ -108,13 +107,12 @@ class Pair:
             worker = PrefillWorker(runner, channel, sender, membership)
         thread = threading.Thread(target=worker.run, name=role)
         thread.start()
-        self.channels.append(channel)
         self.memberships.append(membership)
         self.threads.append(thread)
 
     def stop(self) -> None:
-        for channel, thread in zip(self.channels, self.threads, strict=True):
-            channel.post(TerminationRequested())
+        for thread in self.threads:  # each has the name of its worker
+            self.coordinator.send(thread.name, m.Drain(EPOCH, deadline_s=0.0))
             thread.join(10.0)
             assert not thread.is_alive()
         for membership in self.memberships:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from splitserve.wire import messages as m
-from tests.fake_runner import answer
 from tests.ring import Ring, open_ring, prompt_of
 
 PROMPT = prompt_of(1, 60)
@@ -30,11 +29,6 @@ def wait_for_hellos(ring: Ring) -> None:
     ring.wait_for(lambda: set(ring.coordinator.hellos) >= set(here), "all say Hello again")
 
 
-def expect_answer(ring: Ring, request_id: str, prompt: tuple[int, ...], num_tokens: int) -> None:
-    ring.wait_for_tokens(request_id, num_tokens)
-    assert ring.tokens(request_id) == answer(prompt, 1, num_tokens)
-
-
 def test_a_new_coordinator_finds_every_worker_empty_and_serving(ring: Ring) -> None:
     """sgl-project/sglang#6215: what the old one had asked for must not be left over."""
     ring.start_decode(num_blocks=200).at_full_speed.clear()
@@ -49,7 +43,7 @@ def test_a_new_coordinator_finds_every_worker_empty_and_serving(ring: Ring) -> N
     assert ring.coordinator.hellos["prefill"].held == (m.Held("coming", 0),)
     ring.wait_for(ring.drained, "all is freed")
     ring.ask("new", PROMPT)
-    expect_answer(ring, "new", PROMPT, 8)
+    ring.expect_answer("new", PROMPT, 8)
 
 
 def test_what_an_older_coordinator_said_is_not_obeyed(ring: Ring) -> None:
@@ -61,7 +55,7 @@ def test_what_an_older_coordinator_said_is_not_obeyed(ring: Ring) -> None:
         ring.coordinator.send(name, m.Drain(old, 0.0))
         ring.coordinator.send(name, m.PeerGone("prefill", old, reaped=False))
     ring.ask("a", PROMPT)
-    expect_answer(ring, "a", PROMPT, 8)
+    ring.expect_answer("a", PROMPT, 8)
 
 
 def test_a_signalled_worker_finishes_then_leaves_when_nothing_more_comes(ring: Ring) -> None:
@@ -85,7 +79,7 @@ def test_a_signalled_worker_finishes_then_leaves_when_nothing_more_comes(ring: R
     ring.coordinator.send("decode", m.Drain(ring.coordinator.epoch, 30.0))
     assert not ring.has_left("decode")
     runner.at_full_speed.set()
-    expect_answer(ring, "a", prompt, 60)
+    ring.expect_answer("a", prompt, 60)
     ring.wait_for(lambda: ring.has_left("decode"), "the decode worker leaves")
 
 

@@ -135,6 +135,13 @@ class Decode(RuleBasedStateMachine):
         rows = (m.TokenRow(name, attempt, 0, 0, (5,)),)
         self.hear(m.Commit(name, attempt, "epoch", rows, 0))
 
+    @rule(name=NAMES, attempt=ATTEMPTS, worker=WORKERS)
+    def all_goes_well(self, name: str, attempt: int, worker: str) -> None:
+        self.open(name, attempt, worker)
+        self.admit()
+        self.frame(name, attempt, 0)
+        self.commit(name, attempt)
+
     @rule(name=NAMES, attempt=ATTEMPTS)
     def computing(self, name: str, attempt: int) -> None:
         self.hear(m.Computing(name, attempt, "epoch"))

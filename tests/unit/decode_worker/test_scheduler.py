@@ -80,6 +80,17 @@ def test_release_frees_running_and_preempted_choices() -> None:
     assert scheduler.blocks.counts.free == 4
 
 
+def test_release_takes_older_attempts_along_and_no_newer_one() -> None:
+    scheduler = DecodeScheduler(BlockManager(4), 4, 64)
+    sequence = running(scheduler, "a", 7, 1)
+    sequence.request = sequence.request.at_attempt(2)
+    key = sequence.request.key
+    assert scheduler.release(key._replace(attempt=1)) == []
+    assert scheduler.release(key._replace(request_id="b", attempt=9)) == []
+    assert scheduler.release(key._replace(attempt=3)) == [sequence]
+    assert scheduler.blocks.counts.free == 4
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 11), st.integers(1, 20)), min_size=1, max_size=10),
     st.integers(8, 16),
