@@ -149,6 +149,7 @@ class Load:
     num_requests: int = 0
     num_choices: int = 0
     num_prompt_tokens: int = 0  # of prompts not yet computed
+    longest_prompt: int = 0  # tokens of the longest of these
     num_prompt_blocks: int = 0  # that hold a prompt, computed or not
     num_decode_blocks: int = 0  # a prompt's full blocks and one more for each choice
 
@@ -166,4 +167,5 @@ def loads_of(active: Iterable[Leg], block_size: int) -> dict[str, Load]:
             load.num_decode_blocks += num_tokens // block_size + leg.num_choices
             if phase == "prefilling":
                 load.num_prompt_tokens += num_tokens
+                load.longest_prompt = max(load.longest_prompt, num_tokens)
     return loads

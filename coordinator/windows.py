@@ -40,5 +40,8 @@ def has_room_for_both(facts: WorkerFacts, load: Load, leg: Leg) -> bool:
 
 
 def _prefill_window_open(facts: WorkerFacts, load: Load, num_tokens: int) -> bool:
-    window = NUM_STEPS_AHEAD * facts.max_num_batched_tokens
-    return load.num_prompt_tokens == 0 or load.num_prompt_tokens + num_tokens <= window
+    """The longest prompt counts as one step: short ones pass it in the worker, a chunk at a time,
+    so they need not wait here for all of it."""
+    step = facts.max_num_batched_tokens
+    ahead = load.num_prompt_tokens - max(0, load.longest_prompt - step)
+    return load.num_prompt_tokens == 0 or ahead + num_tokens <= NUM_STEPS_AHEAD * step

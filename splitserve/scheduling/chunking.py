@@ -26,14 +26,24 @@ class Planned(NamedTuple):
 
 
 def plan_chunks(sequences: Iterable[Sequence], budget: int) -> list[Planned]:
-    """Chunks in the given order until `budget` tokens are spent; the last one may be cut."""
-    plan: list[Planned] = []
-    for sequence in sequences:
-        if budget <= 0:
-            break
-        start = sequence.num_computed
-        end = min(len(sequence.token_ids), start + budget)
-        if end > start:
-            plan.append(Planned(sequence, start, end))
-            budget -= end - start
-    return plan
+    """Chunks of at most `budget` tokens together, in the given order: oldest first.
+
+    What is nearest to its end goes first (answers, then short prompts; of equals the oldest), so
+    that nobody waits behind one huge prompt. The oldest prompt has half of what answers leave, so
+    that it ends too. The last chunk may be cut.
+    """
+    waiting = [s for s in sequences if s.num_uncomputed > 0]
+    oldest = next((s for s in waiting if s.num_uncomputed > 1), None)
+    num_answers = sum(s.num_uncomputed == 1 for s in waiting)
+    kept = 0
+    if oldest is not None:
+        kept = min(oldest.num_uncomputed, (max(budget - num_answers, 0) + 1) // 2)
+    shares: dict[int, int] = {}  # by id(sequence): they have no other name
+    for sequence in sorted(waiting, key=lambda s: s.num_uncomputed):
+        if sequence is oldest:
+            kept = 0
+        shares[id(sequence)] = min(sequence.num_uncomputed, max(budget - kept, 0))
+        budget -= shares[id(sequence)]
+    return [
+        Planned(s, s.num_computed, s.num_computed + shares[id(s)]) for s in waiting if shares[id(s)]
+    ]

@@ -233,6 +233,13 @@ def test_one_long_prompt_may_always_go_when_none_is_computed() -> None:
     assert not has_room_to_prefill(FACTS, Load(num_requests=1, num_prompt_tokens=1), long)
 
 
+def test_short_prompts_need_not_wait_here_for_a_long_one() -> None:
+    """sgl-project/sglang#32549: small requests waited tens of seconds behind a huge one."""
+    load = Load(num_requests=1, num_prompt_tokens=200, longest_prompt=200)
+    assert has_room_to_prefill(FACTS, load, leg(num_tokens=64))
+    assert not has_room_to_prefill(FACTS, load, leg(num_tokens=65)), "one step ahead of it, no more"
+
+
 def test_prefill_never_gets_more_than_its_blocks_hold() -> None:
     """KV that still waits for its decode worker takes blocks too."""
     load = Load(num_requests=3, num_prompt_blocks=18)

@@ -67,3 +67,25 @@ def test_chunks_cut_the_last_prompt_at_the_budget() -> None:
     assert [(p.start, p.end, p.samples) for p in plan] == [(0, 5, True), (0, 3, False)]
     second.num_computed = 3
     assert [(p.start, p.end, p.samples) for p in plan_chunks([second], 8)] == [(3, 9, True)]
+
+
+def shares(lengths: list[int], budget: int) -> list[int]:
+    """How many tokens of each prompt a step computes; the oldest comes first."""
+    sequences = [prompt_of(length, 1) for length in lengths]
+    planned = {id(p.sequence): p.num_tokens for p in plan_chunks(sequences, budget)}
+    assert sum(planned.values()) <= budget and 0 not in planned.values()
+    return [planned.get(id(sequence), 0) for sequence in sequences]
+
+
+def test_short_prompts_pass_a_huge_one_and_it_moves_on() -> None:
+    """sgl-project/sglang PR#34554: one huge prompt took every prefill pass."""
+    assert shares([4000, 5, 5, 5], 64) == [49, 5, 5, 5]
+    assert shares([4000, *[30] * 4], 64) == [32, 30, 2, 0, 0], "half is the oldest's"
+    assert shares([20, 4000, 5], 64) == [20, 39, 5]
+    assert shares([4000, 4000], 64) == [64, 0], "of equals the oldest goes first"
+    assert shares([256, 256, 256], 512) == [256, 256, 0]
+
+
+def test_answers_go_before_prompts_and_the_oldest_prompt_still_moves() -> None:
+    assert shares([1, 1, 100, 1], 8) == [1, 1, 5, 1]
+    assert shares([100, 1, 1, 1, 3], 5) == [1, 1, 1, 1, 1]
