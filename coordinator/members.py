@@ -55,8 +55,7 @@ class Members:
         if known is not None and known.worker_id == hello.worker_id:
             return [Send(identity, m.Welcome(self._epoch, hello.held))]  # it asks again
         if refusal := self.registry.refusal(hello):
-            log.warning("refused a worker: %s", refusal)
-            return [Send(identity, m.Reject(refusal))]
+            return self.reject(identity, refusal)
         worker = self.registry.add(hello, identity, now)
         log.info("%s worker %s joined (pid %d)", worker.role, worker.worker_id, worker.pid)
         actions: list[Action] = [Send(identity, m.Welcome(self._epoch))]
@@ -65,10 +64,14 @@ class Members:
             self._start_draining(worker, now)
         return [*actions, *self._check_complete()]
 
+    def reject(self, identity: bytes, reason: str) -> list[Action]:
+        """A process can't join."""
+        log.warning("refused a Hello: %s", reason)
+        return [Send(identity, m.Reject(reason))]
+
     def _launcher_came(self, identity: bytes, hello: m.Hello, now: float) -> list[Action]:
         if self._launcher not in (None, identity):
-            log.warning("refused a second launcher, %s", hello.worker_id)
-            return [Send(identity, m.Reject("this cluster has a launcher already"))]
+            return self.reject(identity, "this cluster has a launcher already")
         self._launcher = identity
         self._told_ready = False
         self.pools.forget_unborn(self.registry.alive())

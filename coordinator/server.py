@@ -126,6 +126,7 @@ def make_service(config: CoordinatorConfig) -> Service:
         drain_grace_s=config.drain_grace_s,
         max_restarts=config.max_restarts,
         successor=config.successor,
+        cluster_token=config.cluster_token,
         liveness=config.liveness,
     )
     return Service(config, State(settings), facts, Tokenizer(directory))

@@ -7,6 +7,7 @@ synchronous and knows no socket; server.py carries its actions out.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Settings:
     drain_grace_s: float = 30.0
     max_restarts: int = 5
     successor: bool = False
+    cluster_token: str = ""
     liveness: Liveness = Liveness()  # noqa: RUF009 (frozen)
 
 
@@ -166,6 +168,8 @@ class State:
     def _message(self, identity: bytes, message: m.ToCoordinator, now: float) -> list[Action]:
         match message:
             case m.Hello():
+                if not self._knows_us(message):
+                    return self.members.reject(identity, f"{message.worker_id} is a stranger here")
                 return self.members.hello(identity, message, now)
             case m.Heartbeat():
                 return self.members.heartbeat(identity, message, now)
@@ -185,6 +189,10 @@ class State:
                 return self.requests.tokens(worker, message, now)
             case m.Failed():
                 return self.requests.failed(worker, message, now)
+
+    def _knows_us(self, hello: m.Hello) -> bool:
+        ours, theirs = self.settings.cluster_token.encode(), hello.cluster_token.encode()
+        return not ours or secrets.compare_digest(ours, theirs)
 
     def _exited(self, identity: bytes, message: m.ProcessExited, now: float) -> list[Action]:
         worker, reason = self.members.exited(identity, message, now)

@@ -112,6 +112,7 @@ class WorkerConfig:
     transport: Literal["auto", "tcp", "shm", "collective", "nixl"] = "tcp"
     liveness: Liveness = field(default_factory=Liveness)
     keys: CurveKeys | None = None  # None: plain sockets, loopback only
+    cluster_token: str = ""  # goes into Hello
     parent_pid: int | None = None  # exit when this process is gone
     log_level: str = "info"
 
@@ -137,6 +138,7 @@ class CoordinatorConfig:
     generation_config: Literal["auto", "vllm"] = "auto"
     liveness: Liveness = field(default_factory=Liveness)
     keys: CurveKeys | None = None
+    cluster_token: str = ""  # whoever says Hello must know it; empty: anybody may
     successor: bool = False  # it replaces one that died: workers of that one will say Hello
     max_restarts: int = 5  # of one worker, in 5 minutes
     drain_grace_s: float = 30.0  # how long a worker that leaves may keep its streams

@@ -58,6 +58,7 @@ class Membership:
             launch_id=config.launch_id,
             pid=os.getpid(),
             host=socket.gethostname(),
+            cluster_token=config.cluster_token,
         )
         self._heartbeat = Heartbeat(
             config.control_endpoint,

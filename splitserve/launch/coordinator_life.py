@@ -42,7 +42,12 @@ class CoordinatorLife:
     """Owns the way to the coordinator, through all its lives. For the launcher's thread only."""
 
     def __init__(
-        self, spawner: Spawner, inbox: Inbox, settings: ServeSettings, keys: CurveKeys | None
+        self,
+        spawner: Spawner,
+        inbox: Inbox,
+        settings: ServeSettings,
+        keys: CurveKeys | None,
+        cluster_token: str,
     ) -> None:
         self.control_endpoint: str | None = None
         self.ready: m.Ready | None = None  # what it said first when all was up
@@ -50,6 +55,7 @@ class CoordinatorLife:
         self._inbox = inbox
         self._liveness = settings.liveness
         self._keys = keys
+        self._cluster_token = cluster_token
         self._comeback_timeout_s = min(settings.start_timeout_s, COMEBACK_TIMEOUT_S)
         self._targets = m.Targets(settings.prefill.num_workers, settings.decode.num_workers)
         self._restarts = RestartPolicy(settings.max_restarts)
@@ -85,6 +91,7 @@ class CoordinatorLife:
             os.getpid(),
             socket.gethostname(),
             launches=launches,
+            cluster_token=self._cluster_token,
         )
         self._link = _Link(control_endpoint, hello, self._keys)
         if self.ready is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -95,17 +96,18 @@ class HostedLauncher:
         from splitserve.wire.curve import make_keys
 
         try:
-            keys = make_keys()
+            keys, token = make_keys(), secrets.token_hex(16)
             plan = LaunchPlan(
                 settings=settings,
                 model_dir=str(resolve_model(settings.model).directory),
                 cores=(),
                 keys=keys,
+                cluster_token=token,
                 host=self._node_host,
                 parent_pid=os.getpid(),
                 worker_model=settings.model,  # every node resolves it for itself
             )
-            self._launcher = Launcher(self._make_spawner(plan), settings, keys)
+            self._launcher = Launcher(self._make_spawner(plan), settings, keys, token)
             return Outcome(base_url=self._launcher.start())
         except SplitserveError as error:
             return Outcome(failure=str(error))

@@ -43,13 +43,17 @@ class Launcher:
     """Owns the life of one cluster: from the coordinator's start until everything is reaped."""
 
     def __init__(
-        self, spawner: Spawner, settings: ServeSettings, keys: CurveKeys | None = None
+        self,
+        spawner: Spawner,
+        settings: ServeSettings,
+        keys: CurveKeys | None = None,
+        cluster_token: str = "",
     ) -> None:
         self._spawner = spawner
         self._start_timeout_s = settings.start_timeout_s
         self._stop_grace_s = settings.stop_grace_s
         self._inbox = Inbox()
-        self._coordinator = CoordinatorLife(spawner, self._inbox, settings, keys)
+        self._coordinator = CoordinatorLife(spawner, self._inbox, settings, keys, cluster_token)
         self._places: dict[str, WorkerPlace] = {}  # workers not yet seen to exit
         self._stopping: set[str] = set()  # those we were told to stop
         self._held_back: dict[str, m.Start] = {}  # until the process of the same name has ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -157,10 +158,12 @@ def local_launcher(
     """
     from splitserve.models import resolve_model
 
+    token = secrets.token_hex(16)
     plan = LaunchPlan(
         settings=settings,
         model_dir=str(resolve_model(settings.model).directory),
         cores=available_cores(),
+        cluster_token=token,
         parent_pid=os.getpid(),
     )
-    return Launcher(LocalSpawner(plan, echo), settings)
+    return Launcher(LocalSpawner(plan, echo), settings, cluster_token=token)

@@ -73,6 +73,7 @@ class LaunchPlan:
     model_dir: str
     cores: tuple[int, ...]
     keys: CurveKeys | None = None  # None: sockets stay on loopback
+    cluster_token: str = ""
     host: str = "127.0.0.1"  # where control and data sockets bind
     parent_pid: int | None = None
     worker_model: str | None = None  # what workers are told instead of model_dir
@@ -102,6 +103,7 @@ class LaunchPlan:
             generation_config=settings.generation_config,
             liveness=settings.liveness,
             keys=self.keys,
+            cluster_token=self.cluster_token,
             max_restarts=settings.max_restarts,
             drain_grace_s=settings.drain_grace_s,
             parent_pid=self.parent_pid,
@@ -128,6 +130,7 @@ class LaunchPlan:
             transport=settings.transport,
             liveness=settings.liveness,
             keys=self.keys,
+            cluster_token=self.cluster_token,
             parent_pid=self.parent_pid,
             log_level=settings.log_level,
         )

@@ -129,6 +129,7 @@ class Hello:
     facts: WorkerFacts | None = None
     held: tuple[Held, ...] = ()
     launches: tuple[Launched, ...] = ()  # of a launcher
+    cluster_token: str = ""  # which the launcher gave to its own processes
 
 
 @dataclass(frozen=True, slots=True)

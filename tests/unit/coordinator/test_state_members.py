@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -258,3 +259,16 @@ def test_a_dead_worker_may_not_come_back_under_its_name() -> None:
     world.hear("launcher", m.ProcessExited("d0", 7, -9, ""))
     ((_, reject),) = sent(world.hear("d0", hello("decode", "d0")), m.Reject)
     assert "d0" in reject.reason and "dead" in reject.reason
+
+
+@pytest.mark.parametrize("token", ["", "guessed", "\N{SNOWMAN}"])
+def test_nobody_joins_without_the_token_of_the_cluster(token: str) -> None:
+    """sgl-project/sglang#32772: with an API key set, a fake worker could register all the same."""
+    world = World(0, 0, cluster_token="secret")
+    for one in (hello("decode", "rogue"), LAUNCHER_HELLO):
+        actions = world.hear("rogue", dataclasses.replace(one, cluster_token=token))
+        ((_, rejected),) = sent(actions, m.Reject)
+        assert "stranger" in rejected.reason and "secret" not in rejected.reason
+    assert states(world) == {}
+    world.hear("own", dataclasses.replace(hello("decode", "own"), cluster_token="secret"))
+    assert states(world) == {"own": "ready"}
