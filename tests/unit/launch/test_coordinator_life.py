@@ -56,7 +56,7 @@ def life(spawner: Recorder) -> Iterator[CoordinatorLife]:
     assert settings.liveness.heartbeat_interval_s == INTERVAL_S
     assert settings.liveness.heartbeat_timeout_s == TIMEOUT_S
     inbox = Inbox()
-    life = CoordinatorLife(spawner, inbox, settings, None)
+    life = CoordinatorLife(spawner, inbox, settings, None, "")
     life.start()
     life.came_up("tcp://127.0.0.1:1", ())
     life.take(m.Welcome("epoch"))
