@@ -99,7 +99,8 @@ def _clear_the_name(settings: RaySettings) -> None:
 
 
 def _make_launcher(settings: ServeSettings) -> Any:
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    # Not soft: then Ray takes another node though this one has room.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {
         "name": actor_name(settings.ray),
         "namespace": settings.ray.namespace,

@@ -109,6 +109,7 @@ def test_two_prefill_one_decode_then_one_more_then_down(ray_cluster: ModuleType)
 
 
 def test_worker_killed_inside_its_actor_takes_the_actor_with_it(ray_cluster: ModuleType) -> None:
+    """ray-project/ray PR#60145: the engine was dead, and its actor lived on."""
     settings = settings_of("loses", prefill=1, decode=1)
     with Client(ray_cluster.up(settings)) as client:
         pids = pids_of(client)

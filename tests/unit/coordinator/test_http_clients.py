@@ -90,6 +90,8 @@ def test_a_hang_up_in_the_queue(model: Path, stream: bool) -> None:
 
 
 def test_a_full_queue_is_429(model: Path) -> None:
+    """llm-d/llm-d-router #2628, ai-dynamo/dynamo PR#10631: a full decode pool is a wait, then 429
+    with Retry-After; nobody to decode is something else."""
     with running(model, num_prefill=0, max_queue=1) as coordinator:
         coordinator.workers[0].script.hold.set()
         body = {"prompt": "x" * 400, "max_tokens": 50}

@@ -248,6 +248,7 @@ def test_prefill_never_gets_more_than_its_blocks_hold() -> None:
 
 
 def test_decode_counts_blocks_and_choices() -> None:
+    """sgl-project/sglang #30033: limits did not see KV that had come and did not run yet."""
     load = Load(num_requests=2, num_choices=2, num_decode_blocks=15)
     assert has_room_to_decode(FACTS, load, leg(num_tokens=64, num_choices=1))
     assert not has_room_to_decode(FACTS, load, leg(num_tokens=80, num_choices=1))

@@ -38,6 +38,7 @@ def test_a_dead_prefill_worker_means_local_prefill_until_one_is_back() -> None:
 
 
 def test_without_a_decode_worker_there_is_an_answer_at_once() -> None:
+    """llm-d/llm-d-router #2628: with nobody to decode, the answer was 429, "saturated"."""
     world = World(workers={"max_num_seqs": 1})
     world.submit(request("served"), request("waiting"))
     actions = world.hear("launcher", m.ProcessExited("d0", 7, -9, ""))
@@ -50,6 +51,7 @@ def test_without_a_decode_worker_there_is_an_answer_at_once() -> None:
 
 
 def test_the_queue_has_an_end() -> None:
+    """ai-dynamo/dynamo PR#10631: an overloaded pool surfaced as a 500."""
     world = World(max_queue=2, workers={"max_num_seqs": 1})
     world.submit(request("served"))
     world.submit(request("a"), request("b"))

@@ -41,6 +41,7 @@ def plan_of(cores: tuple[int, ...] = (0, 1), **given: Any) -> LaunchPlan:
 def test_cores_are_shared_without_overlap_or_not_at_all(
     asked: list[int | None], cores: tuple[int, ...], expected: list[tuple[Any, int]]
 ) -> None:
+    """vllm-project/vllm PR#6109, #43240: a thread for every core in each worker."""
     assert share_cores(asked, cores) == tuple(CoreShare(*share) for share in expected)
 
 
