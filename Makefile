@@ -5,7 +5,7 @@ VENV := .venv
 STAMP := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-quick format bench
+.PHONY: setup demo test test-quick format bench chaos soak
 
 setup: $(STAMP)
 
@@ -32,3 +32,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/w1.py
+
+chaos: $(STAMP)
+	$(BIN)/python -m benchmarks.chaos
+
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak

@@ -35,10 +35,12 @@ class Dispatcher:
         decoders = [
             w
             for w in self._registry.takers("decode")
-            if has_room(w.facts, loads.get(w.worker_id, Load()), leg)
+            if not w.refuses and has_room(w.facts, loads.get(w.worker_id, Load()), leg)
         ]
         prefillers = [
-            w for w in prefill if has_room_to_prefill(w.facts, loads.get(w.worker_id, Load()), leg)
+            w
+            for w in prefill
+            if not w.refuses and has_room_to_prefill(w.facts, loads.get(w.worker_id, Load()), leg)
         ]
         decoder = self._choose(leg, decoders, loads)
         if decoder is None or (prefill and not prefillers):
@@ -50,7 +52,7 @@ class Dispatcher:
         decoders = [
             w
             for w in self._registry.takers("decode")
-            if w.worker_id != leg.decode_worker_id
+            if not (w.refuses or w.worker_id == leg.decode_worker_id)
             and has_room_to_decode(w.facts, loads.get(w.worker_id, Load()), leg)
         ]
         return self._choose(leg, decoders, loads)

@@ -135,6 +135,7 @@ class Members:
             return []
         if heartbeat.draining and worker.state == "ready":
             log.info("%s was told to stop by somebody else", worker.worker_id)
+            worker.leaves_by_itself = True
             if launch := self.pools.launches.get(worker.launch_id):
                 self.pools.lost(launch, "it was told to stop by somebody else", now)
             self._start_draining(worker, now)
@@ -190,15 +191,19 @@ class Members:
         """Change the targets. Raises InvalidRequestError; then nothing has changed."""
         self.pools.retarget(prefill, decode)
         self._to_replace.clear()
+        actions = self._drain_surplus(now)
+        if self._launcher is not None:
+            actions.append(self._tell_targets(self._launcher))
+        return [*actions, *self._start_missing(now), *self._check_complete()]
+
+    def _drain_surplus(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for extra in self.pools.surplus(self.registry.alive()):
             if isinstance(extra, Launch):
                 actions += self._stop(extra, grace_s=STOP_GRACE_S)
             else:
                 self._start_draining(extra, now)
-        if self._launcher is not None:
-            actions.append(self._tell_targets(self._launcher))
-        return [*actions, *self._start_missing(now), *self._check_complete()]
+        return actions
 
     def restart(self, role: Role) -> list[str]:
         """Replace every worker of a pool, one after the other; their worker_ids."""
@@ -215,6 +220,9 @@ class Members:
         if not (self.started or self._successor):
             return actions  # the launcher ends a start that fails
         actions += [*self._check_complete(), *self._start_missing(now)]
+        if self.started and self._successor:  # it may have found a replacement beside the replaced
+            self._successor = False
+            actions += self._drain_surplus(now)
         return [*actions, *self._replace_next(now)]
 
     def _replace_next(self, now: float) -> list[Action]:
@@ -255,7 +263,8 @@ class Members:
             worker.told_to_stop = True
             actions.append(Send(worker.identity, m.Drain(self._epoch, STOP_GRACE_S)))
             launch = self.pools.launches.get(worker.launch_id)
-            actions += [] if launch is None else self._stop(launch, STOP_GRACE_S)
+            if launch is not None and not worker.leaves_by_itself:  # a second SIGTERM would kill it
+                actions += self._stop(launch, STOP_GRACE_S)
         return actions
 
     def due(self) -> float | None:

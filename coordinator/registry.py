@@ -35,6 +35,8 @@ class Worker:
     death: str = ""
     drain_by: float | None = None
     told_to_stop: bool = False
+    leaves_by_itself: bool = False  # somebody else told it to stop
+    refuses: bool = False  # it turned work down; its next heartbeat says whether it drains
 
 
 class Registry:
@@ -125,6 +127,7 @@ class Registry:
         worker.heartbeat_at = now
         worker.loop_age_s = heartbeat.loop_age_s
         worker.stats = heartbeat.stats
+        worker.refuses = False
         return worker
 
     def by_identity(self, identity: bytes) -> Worker | None:

@@ -171,6 +171,8 @@ class Requests:
             return self.fail(request_id, error, now)
         at_decoder = message.kept or worker.worker_id == leg.decode_worker_id
         culprit = leg.decode_worker_id if at_decoder else worker.worker_id
+        if message.stage == "admission" and (refuser := self._registry.workers.get(culprit or "")):
+            refuser.refuses = True  # asked again at once, it would use up all attempts
         return self._go_on(leg, culprit, error, now)
 
     def worker_died(self, worker: Worker, reason: str, now: float) -> list[Action]:

@@ -52,6 +52,7 @@ class Membership:
         self.epoch = ""
         self._config = config
         self._channel = channel
+        self._behind_welcome: list[object] = []  # what came with it, for the loop
         self._hello = m.Hello(
             worker_id=worker_id,
             role=config.role,
@@ -114,6 +115,9 @@ class Membership:
 
         Raises MismatchError when the coordinator won't have this worker any more.
         """
+        if self._behind_welcome:
+            events, self._behind_welcome = self._behind_welcome, []
+            return self._checked(events)
         if timeout_s == 0:
             return self._checked(self._channel.receive(0))
         self._heartbeat.idle(True)
@@ -155,9 +159,11 @@ class Membership:
     def _welcome_within(self, timeout_s: float) -> str | None:
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            for event in self._checked(self._channel.receive(left_s)):
+            events = self._checked(self._channel.receive(left_s))
+            for position, event in enumerate(events):
                 match event:
                     case ControlReceived(m.Welcome(epoch)):
+                        self._behind_welcome = events[position + 1 :]
                         return epoch
                     case TerminationRequested():
                         raise LaunchError("stopped before the coordinator welcomed this worker")

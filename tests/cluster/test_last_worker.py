@@ -13,6 +13,7 @@ from splitserve import Client
 from splitserve.errors import RequestFailedError
 from tests.cluster.clients import answers, ask, plain, prompt
 from tests.cluster.faulty import FaultyRing
+from tests.cluster.harness import Body
 from tests.faults.pace import DECODING
 from tests.waiting import wait_until
 
@@ -23,7 +24,7 @@ def test_the_last_decode_worker_dies_in_an_answer(ring: FaultyRing) -> None:
     """gpustack/gpustack #5939, vllm-project/vllm-ascend #13140: a cut answer looked whole."""
     right = ask(ring.base_url, plain(1)).token_ids
     ring.pace.write(holding=True)
-    held = {"prompt": [DECODING, 1, *prompt(1)], "max_tokens": 40, "stream": True}
+    held: Body = {"prompt": [DECODING, 1, *prompt(1)], "max_tokens": 40, "stream": True}
     with ThreadPoolExecutor(2) as pool, Client(ring.base_url) as client:
         streamed = pool.submit(ask, ring.base_url, held)
         stream = client.generate(held["prompt"], max_tokens=40, stream=True)

@@ -168,6 +168,23 @@ def test_it_starts_what_died_meanwhile_and_serves_with_the_rest() -> None:
     assert world.state.ready
 
 
+def test_it_lets_go_what_is_over_the_target() -> None:
+    """The one before died in a rolling restart, with a replacement beside the replaced."""
+    world, _ = successor("prefill-0", "decode-0", "decode-1", "decode-2")
+    for launch_id in ("prefill-0", "decode-0", "decode-1"):
+        born(world, launch_id)
+    actions = born(world, "decode-2")
+    assert [to for to, _ in sent(actions, m.Drain)] == ["decode-2-x"], "the newest"
+
+
+def test_who_was_told_to_stop_by_hand_is_not_told_twice() -> None:
+    """A second SIGTERM ends a worker at once, in the middle of what it does."""
+    world = launched(1, 2)
+    beat = m.Heartbeat("decode-0-x", EPOCH, 0.0, m.WorkerStats(), draining=True)
+    actions = world.hear("decode-0-x/heartbeat", beat)
+    assert sent(actions, m.Drain) and not sent(actions, m.Stop)
+
+
 def test_a_worker_that_does_not_come_back_is_killed_and_replaced() -> None:
     world, _ = successor("prefill-0", "decode-0", "decode-1")
     born(world, "prefill-0")

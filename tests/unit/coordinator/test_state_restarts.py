@@ -204,7 +204,7 @@ def test_an_order_that_reached_nobody_goes_to_another() -> None:
 def test_a_restarted_request_goes_before_those_that_wait() -> None:
     world = World(workers={"max_num_seqs": 1})
     world.submit(request("old"), request("waiting"))
-    ((_, prefill),) = sent(world.refused("p0", request_id="old"), m.Prefill)
+    ((_, prefill),) = sent(world.failed("p0", request_id="old", retriable=True), m.Prefill)
     assert (prefill.request_id, prefill.attempt) == ("old", 1)
     assert len(world.state.requests.line) == 1
 
@@ -213,11 +213,27 @@ def test_attempts_have_an_end() -> None:
     world = World()
     world.submit(request())
     for attempt in range(MAX_ATTEMPTS - 1):
-        assert sent(world.refused("p0", attempt=attempt), m.Prefill)
-    actions = world.refused("p0", attempt=MAX_ATTEMPTS - 1)
+        assert sent(world.failed("p0", attempt=attempt, retriable=True), m.Prefill)
+    actions = world.failed("p0", attempt=MAX_ATTEMPTS - 1, retriable=True)
     (fail,) = of(actions, Fail)
-    assert isinstance(fail.error, RequestFailedError) and fail.error.status == 503
+    assert isinstance(fail.error, RequestFailedError) and fail.error.status == 500
     assert world.at_rest()
+
+
+def test_whoever_refuses_is_asked_again_when_its_heartbeat_is_here() -> None:
+    """Its refusal may come before the beat that says why; all attempts were used up meanwhile."""
+    world = World()
+    world.submit(request())
+    assert not sent(world.refused("p0", "prefill worker p0 is draining"), m.Prefill)
+    beat = m.Heartbeat("p0", EPOCH, 0.0, m.WorkerStats(), draining=True)
+    ((to, again),) = sent(world.hear("p0/heartbeat", beat), m.Prefill)
+    assert to == "d0" and again.decode_worker_id is None and again.attempt == 1
+
+    world = World()
+    world.submit(request())
+    assert not sent(world.refused("p0", "epoch is another here"), m.Prefill)
+    ((to, _),) = sent(world.beat("p0"), m.Prefill)
+    assert to == "p0", "it does not drain after all"
 
 
 def test_answers_to_an_attempt_that_is_over_change_nothing() -> None:
