@@ -5,7 +5,7 @@ VENV := .venv
 STAMP := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-quick format bench chaos soak
+.PHONY: setup demo test test-quick break format bench chaos soak
 
 setup: $(STAMP)
 
@@ -25,6 +25,9 @@ test: $(STAMP)
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest tests/unit tests/contract
+
+break: $(STAMP)
+	$(BIN)/python -m pytest -m breaking
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -86,7 +86,9 @@ class Legs:
         prefill_id = leg.prefill_worker_id or ""
         prefiller = self._registry.workers.get(prefill_id)
         has_kv = prefill_id in leg.phases and prefill_id not in leg.failed_at
-        if prefiller is None or not has_kv or leg.is_decoding or prefill_id == leg.decode_worker_id:
+        if prefiller is None or not has_kv or prefill_id == leg.decode_worker_id:
+            return []
+        if leg.is_decoding or not leg.is_where_it_began:
             return []
         decoder = self._dispatcher.other_decoder(leg, self.loads())
         if decoder is None:

@@ -53,7 +53,7 @@ class Members:
             return self._launcher_came(identity, hello, now)
         known = self.registry.by_identity(identity)
         if known is not None and known.worker_id == hello.worker_id:
-            return [Send(identity, m.Welcome(self._epoch, hello.held))]  # it asks again
+            return [Send(identity, m.Welcome(self._epoch))]  # it asks again
         if refusal := self.registry.refusal(hello):
             return self.reject(identity, refusal)
         worker = self.registry.add(hello, identity, now)
@@ -61,6 +61,7 @@ class Members:
         actions: list[Action] = [Send(identity, m.Welcome(self._epoch))]
         launch = self.pools.launches.get(worker.launch_id)
         if launch is not None and launch.stopping:  # scaled away while it started
+            worker.leaves_by_itself = True  # it has its SIGTERM
             self._start_draining(worker, now)
         return [*actions, *self._check_complete()]
 
@@ -128,14 +129,14 @@ class Members:
             return [ack]
         if identity != (heartbeat.worker_id + HEARTBEAT_SUFFIX).encode():
             return []
-        if heartbeat.epoch != self._epoch:
-            return [ack]
+        # A member may beat of the epoch before: it is in a long step, its Welcome waits.
         worker = self.registry.heard(heartbeat, now)
         if worker is None:
-            return []
+            known = heartbeat.worker_id in self.registry.workers
+            return [ack] if heartbeat.epoch != self._epoch and not known else []
+        worker.leaves_by_itself |= heartbeat.draining
         if heartbeat.draining and worker.state == "ready":
             log.info("%s was told to stop by somebody else", worker.worker_id)
-            worker.leaves_by_itself = True
             if launch := self.pools.launches.get(worker.launch_id):
                 self.pools.lost(launch, "it was told to stop by somebody else", now)
             self._start_draining(worker, now)
@@ -147,9 +148,15 @@ class Members:
         self.registry.bury(worker, reason)
         actions = self.peer_gone(worker, reaped)
         if launch := self.pools.launches.get(worker.launch_id):
-            self.pools.lost(launch, reason, now)
+            self._lost(launch, reason, now)
             actions += self._stop(launch, grace_s=0.0)
         return actions
+
+    def _lost(self, launch: Launch, reason: str, now: float) -> None:
+        if launch.replaces is not None and not launch.stopping:
+            log.error("the rolling restart ends here: %s: %s", launch.launch_id, reason)
+            self._to_replace.clear()
+        self.pools.lost(launch, reason, now)
 
     def exited(
         self, identity: bytes, exited: m.ProcessExited, now: float
@@ -168,10 +175,7 @@ class Members:
             if worker is None:
                 text = "%s exited with code %d before it was ready: %s"
                 log.warning(text, exited.launch_id, exited.exit_code, exited.last_lines)
-            if launch.replaces is not None:
-                log.error("the rolling restart ends here: %s %s", exited.launch_id, reason)
-                self._to_replace.clear()
-            self.pools.lost(launch, reason, now)
+            self._lost(launch, reason, now)
         self.pools.exited(exited.launch_id, exited.last_lines)
         return worker, reason
 
@@ -190,7 +194,8 @@ class Members:
     def scale(self, prefill: int, decode: int, now: float) -> list[Action]:
         """Change the targets. Raises InvalidRequestError; then nothing has changed."""
         self.pools.retarget(prefill, decode)
-        self._to_replace.clear()
+        while self._to_replace:
+            self.pools.keep_replacement(self._to_replace.pop())
         actions = self._drain_surplus(now)
         if self._launcher is not None:
             actions.append(self._tell_targets(self._launcher))
@@ -230,7 +235,7 @@ class Members:
         while self._to_replace and self._launcher is not None:
             worker = self.registry.workers.get(self._to_replace[0])
             if worker is None or worker.state == "dead":
-                self._to_replace.pop(0)
+                self.pools.keep_replacement(self._to_replace.pop(0))
                 continue
             if worker.state == "draining":
                 return []

@@ -62,7 +62,8 @@ class Pools:
     def __init__(self, num_prefill: int, num_decode: int, max_restarts: int = 5) -> None:
         self.targets: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode}
         self.launches: dict[str, Launch] = {}
-        self.failed: list[Lineage] = []  # those with a failure, the latest last
+        self.failed: list[Lineage] = []  # those with a failure, the latest last; to be shown
+        self._given_up: list[Lineage] = []
         self._max_restarts = max_restarts
         self._restarts: list[Restart] = []
         self._num_launched: dict[Role, int] = {"prefill": 0, "decode": 0}
@@ -80,6 +81,7 @@ class Pools:
             )
         self.targets = {"prefill": prefill, "decode": decode}
         self._restarts.clear()
+        self._given_up.clear()
         self.failed = [lineage for lineage in self.failed if not lineage.given_up]
 
     def complete(self, workers: Iterable[Worker]) -> bool:
@@ -92,7 +94,8 @@ class Pools:
         known = list(workers)
         started = []
         for role in ROLES:
-            missing = self.targets[role] - len(self._present(role, known)) - self._given_up(role)
+            given_up = sum(lineage.role == role for lineage in self._given_up)
+            missing = self.targets[role] - len(self._present(role, known)) - given_up
             waiting = [restart for restart in self._restarts if restart.lineage.role == role]
             for needless in waiting[max(0, missing) :]:
                 self._restarts.remove(needless)
@@ -110,6 +113,12 @@ class Pools:
         launch.replaces = worker.worker_id
         return launch
 
+    def keep_replacement(self, worker_id: str) -> None:
+        """Nothing is left to replace: what was started for it is a worker like any other."""
+        for launch in self.launches.values():
+            if launch.replaces == worker_id:
+                launch.replaces = None
+
     def lost(self, launch: Launch, reason: str, now: float) -> None:
         """A process died, or leaves on its own: another takes its place, but not for ever."""
         if launch.stopping:
@@ -125,6 +134,7 @@ class Pools:
             self._restarts.append(Restart(now + delay_s, lineage))
         elif not launch.replaces:
             lineage.given_up = True
+            self._given_up.append(lineage)
             log.error("%s died too often and is given up: %s", launch.launch_id, reason)
 
     def exited(self, launch_id: str, last_lines: str) -> Launch | None:
@@ -173,9 +183,6 @@ class Pools:
         """When `start_missing` or `overdue` has something to do."""
         hellos = [x.hello_by for x in self.awaited(workers) if x.hello_by is not None]
         return min([*hellos, *(restart.due for restart in self._restarts)], default=None)
-
-    def _given_up(self, role: Role) -> int:
-        return sum(lineage.given_up for lineage in self.failed if lineage.role == role)
 
     def _present(self, role: Role, workers: list[Worker]) -> list[Launch | Worker]:
         """Launches under way (the newest first), then ready workers (the newest first).

@@ -153,6 +153,7 @@ class Registry:
 
     def remove(self, worker: Worker) -> None:
         """A worker left as it was asked to."""
+        worker.state = "dead"
         del self.workers[worker.worker_id]
 
     def due(self) -> float | None:

@@ -180,18 +180,22 @@ class Requests:
         self._dispatcher.forget(worker.worker_id)
         actions: list[Action] = []
         for leg in self.legs.at(worker):
-            if not self.legs.lives(leg):
-                continue  # its request has ended with another leg
-            phase = leg.phases.pop(worker.worker_id)
-            if leg.tracked.complete:
-                actions += self._finish(leg.tracked, now)
-            elif phase != "transferring" or not leg.is_decoding:  # else all is handed over
-                text = f"{worker.role} worker {worker.worker_id} died: {reason}"
-                stage: m.Stage = "prefill" if phase == "prefilling" else "decode"
-                stage = "transfer" if phase == "transferring" else stage
-                error = RequestFailedError(text, stage=stage, status=503)
-                actions += self._go_on(leg, worker.worker_id, error, now)
+            stage: m.Stage = "prefill" if worker.worker_id == leg.prefill_worker_id else "decode"
+            text = f"{worker.role} worker {worker.worker_id} died: {reason}"
+            error = RequestFailedError(text, stage=stage, status=503)
+            actions += self._lose(leg, worker, error, now)
         return actions
+
+    def _lose(self, leg: Leg, worker: Worker, error: SplitserveError, now: float) -> list[Action]:
+        """What one worker has of a leg is lost, or has to be elsewhere."""
+        if not self.legs.lives(leg):
+            return []  # its request has ended with another leg
+        if leg.tracked.complete:
+            return self._finish(leg.tracked, now)
+        released = self.legs.leave(leg, worker, now)
+        if leg.is_decoding and worker.worker_id != leg.decode_worker_id:
+            return released  # all is handed over
+        return [*released, *self._go_on(leg, worker.worker_id, error, now)]
 
     def not_sent(self, worker: Worker, message: object, now: float) -> list[Action]:
         """A worker's message queue is full. A Release is sent again when it speaks of its leg."""
@@ -208,12 +212,10 @@ class Requests:
 
     def move_away(self, worker: Worker, now: float) -> list[Action]:
         """A draining worker has had its time: what it still has goes on elsewhere."""
-        actions: list[Action] = []
-        error = RequestFailedError(f"{worker.worker_id} was stopped", stage="internal", status=503)
-        for leg in self.legs.at(worker):
-            if self.legs.lives(leg):
-                actions += self._go_on(leg, worker.worker_id, error, now)
-        return actions
+        text = f"{worker.worker_id} was stopped"
+        error = RequestFailedError(text, stage="internal", status=503)
+        legs = self.legs.at(worker)
+        return [action for leg in legs for action in self._lose(leg, worker, error, now)]
 
     # -- routing ------------------------------------------------------------------------------
 

@@ -109,6 +109,12 @@ class Leg:
         return self.phases.get(self.decode_worker_id or "") == "decoding"
 
     @property
+    def is_where_it_began(self) -> bool:
+        """Whether no more than the first tokens were delivered of what this attempt makes."""
+        first = len(self.token_ids) - len(self.tracked.request.token_ids) + 1
+        return all(len(self.tracked.delivered[i]) <= first for i in self.choice_ids)
+
+    @property
     def has_attempts_left(self) -> bool:
         return self.attempt + 1 < MAX_ATTEMPTS
 
@@ -118,6 +124,7 @@ class Leg:
         Choices that have had no token yet stay together.
         """
         tracked, open_choices = self.tracked, self.open_choices
+        assert open_choices, f"nothing of {self.leg_id} goes on"
         for choice_id in open_choices:
             tracked.choices[choice_id] = tracked.choices[choice_id].restarted()
         if not any(tracked.delivered[choice_id] for choice_id in open_choices):

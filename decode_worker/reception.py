@@ -66,6 +66,10 @@ class Reception:
                 actions = self.intake.computing(message, now)
             case m.Commit():
                 actions = self.intake.commit(message, now)
+            case m.Abort() if self._begun(key):
+                # All of its KV is here, and Received was lost. Only the coordinator ends an answer
+                # that is being written.
+                return [Reply(peer, m.Received(*key, epoch=message.epoch))]
             case m.Abort():
                 held = self._held(key.request_id)
                 until = now + UNKNOWN_DEADLINE_S if held is None else held.deadline
@@ -138,6 +142,9 @@ class Reception:
             num_tokens, num_blocks = len(request.token_ids), self.intake.blocks.counts.total
             return f"{num_tokens} tokens never fit in {num_blocks} blocks", False
         return None
+
+    def _begun(self, key: RequestKey) -> bool:
+        return any(sequence.request.key == key for sequence in self.scheduler.sequences)
 
     def _held(self, request_id: str) -> Request | None:
         """The one attempt at a request that is here."""

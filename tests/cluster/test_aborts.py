@@ -18,6 +18,8 @@ from tests.cluster.harness import Body, show
 from tests.faults.pace import FRAMES
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.breaking
+
 FAULTY = {"prefill": 2, "decode": 2, "num_blocks": 48}
 NUM_ROUNDS = 25
 NUM_AT_ONCE = 8  # 200 aborts together

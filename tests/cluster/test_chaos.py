@@ -7,6 +7,8 @@ import pytest
 from tests.cluster.chaos import run
 from tests.cluster.harness import show
 
+pytestmark = pytest.mark.breaking
+
 DURATION_S = 60.0
 
 

@@ -7,12 +7,16 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from splitserve import Client
 from tests.cluster.clients import ask, plain, prompt
 from tests.cluster.faulty import FaultyRing, processes_of
 from tests.cluster.harness import Body
 from tests.faults.pace import DECODING
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.breaking
 
 FAULTY = {"prefill": 1, "decode": 2}
 

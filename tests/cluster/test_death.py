@@ -22,6 +22,8 @@ from tests.cluster.told import Told, tell
 from tests.faults.pace import DECODING, FRAMES
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.breaking
+
 NO_BYTES = {str(byte): -100 for byte in range(128, 256)}  # text stays ASCII
 NUM_STREAMS = 50
 POISON = 0xF5

@@ -12,6 +12,8 @@ from tests.cluster.faulty import tiny_faulty
 from tests.cluster.harness import show
 from tests.cluster.kill_matrix import HEADING, NO_DRAINING_COORDINATOR, Matrix, Victim
 
+pytestmark = pytest.mark.breaking
+
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 
 

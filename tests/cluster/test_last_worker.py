@@ -17,6 +17,8 @@ from tests.cluster.harness import Body
 from tests.faults.pace import DECODING
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.breaking
+
 FAULTY = {"prefill": 1, "decode": 1, "max_step_s": 2}
 
 

@@ -25,6 +25,8 @@ from tests.cluster.test_processes import children_of, listening_addresses
 from tests.tiny_models import make_tiny_llama
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.breaking
+
 START_S = 60.0
 PROMPT = list(range(65, 91))
 

@@ -27,6 +27,7 @@ from tests.waiting import wait_until
 ray = pytest.importorskip("ray")
 # What Ray's own sockets and pipes do in this process is not ours to judge.
 pytestmark = [
+    pytest.mark.breaking,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -16,6 +16,8 @@ from tests.cluster.faulty import FaultyRing
 from tests.cluster.load import Load, Question, questions
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.breaking
+
 FAULTY = {"prefill": 1, "decode": 1}
 SIZE = {"prefill": 1, "decode": 2}
 NUM_CLIENTS = 4

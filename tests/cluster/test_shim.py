@@ -19,6 +19,8 @@ from tests.cluster.faulty import FaultyRing, tiny_faulty
 from tests.cluster.harness import Body
 from tests.cluster.shim import Parts, Shim, pass_on
 
+pytestmark = pytest.mark.breaking
+
 STALL_S = 1.0
 NUM_REQUESTS = 4
 FLAGS = {"prefill": 1, "decode": 1, "stall_timeout_s": STALL_S}

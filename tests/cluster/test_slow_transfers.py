@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.cluster.clients import ask, plain, prompt
 from tests.cluster.faulty import FaultyRing
 from tests.faults.pace import RESERVED
+
+pytestmark = pytest.mark.breaking
 
 STALL_S = 1.0
 FAULTY = {"prefill": 1, "decode": 1, "stall_timeout_s": STALL_S, "decode_max_num_seqs": 4}

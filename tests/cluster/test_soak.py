@@ -7,6 +7,8 @@ import pytest
 from tests.cluster.harness import show
 from tests.cluster.soak import run
 
+pytestmark = pytest.mark.breaking
+
 NUM_REQUESTS = 700
 
 

@@ -200,3 +200,24 @@ def test_the_launcher_hears_that_the_coordinator_lives() -> None:
     assert sent(world.hear("launcher", beat), m.HeartbeatAck) == [
         ("launcher", m.HeartbeatAck(EPOCH))
     ]
+
+
+def test_a_worker_in_a_long_step_lives_before_it_has_read_its_welcome() -> None:
+    """vllm-project/vllm PR#45453: a long prefill looked dead."""
+    world, _ = successor("prefill-0", "decode-0", "decode-1")
+    for launch_id in ("prefill-0", "decode-0", "decode-1"):
+        born(world, launch_id)
+    for _ in range(10):
+        world.now += 1.0
+        for name in ("prefill-0-x", "decode-0-x", "decode-1-x"):
+            old = m.Heartbeat(name, "the epoch before", 5.0, m.WorkerStats())
+            assert sent(world.hear(f"{name}/heartbeat", old), m.HeartbeatAck)
+        world.wait(0.0, beating=False)
+    assert set(states(world).values()) == {"ready"}
+
+
+def test_those_given_up_are_not_started_again_however_many_they_are() -> None:
+    world = launched(1, 12, max_restarts=0)
+    for i in range(12):
+        exit_of(world, f"decode-{i}", 1)
+    assert starts(world.wait(600.0)) == []

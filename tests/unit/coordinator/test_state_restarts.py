@@ -292,3 +292,41 @@ def test_a_transfer_that_fails_behind_the_hand_off_costs_nothing() -> None:
     assert delivered(actions) == [12]
     assert of(actions, Finish) and not sent(actions, m.Release)
     assert world.at_rest()
+
+
+def test_an_answer_whose_hand_off_is_not_reported_yet_is_not_retargeted() -> None:
+    """What goes on elsewhere goes on from what was delivered, not from the prompt."""
+    world = World(1, 2)
+    ((_, prefill),) = sent(world.submit(request(max_tokens=9)), m.Prefill)
+    first = str(prefill.decode_worker_id)
+    world.first_token("p0")
+    world.tokens(first, row(0, 10, 11, 12))  # its HandedOver is not here yet
+    actions = world.hear("launcher", m.ProcessExited(first, 7, -9, ""))
+    assert not sent(actions, m.Retarget) and released(actions) == [("p0", "r", 0)]
+    ((_, again),) = sent(actions, m.Prefill)
+    assert again.token_ids[5:] == (10, 11, 12)
+
+
+def test_a_complete_answer_that_waits_for_its_timing_outlives_who_is_stopped() -> None:
+    world = World(1, 2, drain_grace_s=0.1)
+    world.submit(request(max_tokens=2, wants_timing=True))
+    world.first_token("p0")
+    beat = m.Heartbeat("p0", EPOCH, 0.0, m.WorkerStats(), draining=True)
+    world.hear("p0/heartbeat", beat)
+    decoder = next(w for w in ("d0", "d1") if world.state.requests.legs.loads().get(w))
+    assert not of(world.tokens(decoder, row(0, 10, 11, finish="length")), Finish), "it lingers"
+    world.now += 0.1
+    assert of(world.wait(0.0, beating=False), Finish)
+    assert world.at_rest()
+
+
+def test_who_is_stopped_behind_its_hand_off_costs_nothing() -> None:
+    world = World(1, 1, drain_grace_s=0.1)
+    world.submit(request(max_tokens=9))
+    world.first_token("p0")
+    world.tokens("d0", row(0, 10, 11))  # the HandedOver is not here yet
+    beat = m.Heartbeat("p0", EPOCH, 0.0, m.WorkerStats(), draining=True)
+    world.hear("p0/heartbeat", beat)
+    actions = world.wait(0.2)
+    assert released(actions) == [("p0", "r", 0)] and not sent(actions, m.Prefill)
+    assert delivered(world.tokens("d0", row(2, 12))) == [12]

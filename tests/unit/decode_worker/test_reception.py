@@ -148,6 +148,12 @@ class Decode(RuleBasedStateMachine):
 
     @rule(name=NAMES, attempt=ATTEMPTS)
     def abort(self, name: str, attempt: int) -> None:
+        """It does not end an answer that is being written: then Received was lost."""
+        written = [s.request.key for s in self.scheduler.sequences]
+        if RequestKey(name, attempt) in written:
+            (reply,) = self.reception.handle("p0", m.Abort(name, attempt, "epoch"), self.now)
+            assert reply == i.Reply("p0", m.Received(name, attempt, "epoch"))
+            return
         deadlines = [r.deadline for r in self.requests() if r.key.request_id == name]
         self.hear(m.Abort(name, attempt, "epoch"))
         until = deadlines[0] if deadlines else self.now + UNKNOWN_DEADLINE_S
