@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from coordinator.events import Send
 from coordinator.registry import Registry, Worker
@@ -10,6 +10,7 @@ from coordinator.router import Router
 from coordinator.tracked import Leg, Load
 from coordinator.windows import has_room_for_both, has_room_to_decode, has_room_to_prefill
 from splitserve.wire import messages as m
+from splitserve.wire.messages import WorkerFacts
 
 
 class Dispatcher:
@@ -32,16 +33,8 @@ class Dispatcher:
         """The order that starts a leg, or None while nobody has room for it."""
         prefill = self._prefillers(leg)
         has_room = has_room_to_decode if prefill else has_room_for_both
-        decoders = [
-            w
-            for w in self._registry.takers("decode")
-            if not w.refuses and has_room(w.facts, loads.get(w.worker_id, Load()), leg)
-        ]
-        prefillers = [
-            w
-            for w in prefill
-            if not w.refuses and has_room_to_prefill(w.facts, loads.get(w.worker_id, Load()), leg)
-        ]
+        decoders = _with_room(self._registry.takers("decode"), has_room, leg, loads)
+        prefillers = _with_room(prefill, has_room_to_prefill, leg, loads)
         decoder = self._choose(leg, decoders, loads)
         if decoder is None or (prefill and not prefillers):
             return None
@@ -49,12 +42,9 @@ class Dispatcher:
 
     def other_decoder(self, leg: Leg, loads: Mapping[str, Load]) -> Worker | None:
         """Another decode worker with room for a prompt whose KV is kept; None: none has."""
-        decoders = [
-            w
-            for w in self._registry.takers("decode")
-            if not (w.refuses or w.worker_id == leg.decode_worker_id)
-            and has_room_to_decode(w.facts, loads.get(w.worker_id, Load()), leg)
-        ]
+        takers = self._registry.takers("decode")
+        others = [w for w in takers if w.worker_id != leg.decode_worker_id]
+        decoders = _with_room(others, has_room_to_decode, leg, loads)
         return self._choose(leg, decoders, loads)
 
     def forget(self, worker_id: str) -> None:
@@ -95,3 +85,17 @@ class Dispatcher:
             decode_endpoint=decoder.endpoint if prefiller else None,
         )
         return Send(first.identity, message)
+
+
+def _with_room(
+    workers: Iterable[Worker],
+    has_room: Callable[[WorkerFacts, Load, Leg], bool],
+    leg: Leg,
+    loads: Mapping[str, Load],
+) -> list[Worker]:
+    """Those that may be given a leg now."""
+    return [
+        w
+        for w in workers
+        if not w.refuses and has_room(w.facts, loads.get(w.worker_id, Load()), leg)
+    ]

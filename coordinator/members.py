@@ -15,11 +15,11 @@ from coordinator.pools import Launch, Pools
 from coordinator.registry import Registry, Worker
 from splitserve.config import Role
 from splitserve.wire import messages as m
+from splitserve.wire.parts import HEARTBEAT_SUFFIX
 
 STOP_GRACE_S = 30.0
 # An adopted worker says Hello between two steps.
 HELLO_GRACE_S = 60.0
-HEARTBEAT_SUFFIX = "/heartbeat"  # behind the worker_id: the identity of its heartbeat's socket
 
 log = logging.getLogger(__name__)
 

@@ -137,13 +137,12 @@ class Pools:
             self._given_up.append(lineage)
             log.error("%s died too often and is given up: %s", launch.launch_id, reason)
 
-    def exited(self, launch_id: str, last_lines: str) -> Launch | None:
+    def exited(self, launch_id: str, last_lines: str) -> None:
         """The launcher has reaped a process."""
-        launch = self.launches.pop(launch_id, None)
+        self.launches.pop(launch_id, None)
         for lineage in self.failed:
             if lineage.first_launch_id == launch_id:
                 lineage.last_lines = last_lines
-        return launch
 
     def surplus(self, workers: Iterable[Worker]) -> list[Launch | Worker]:
         """What is over target, newest first: launches not up yet, then workers."""

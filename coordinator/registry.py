@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,8 +10,6 @@ from splitserve.config import Liveness, Role
 from splitserve.wire.messages import Heartbeat, Hello, WorkerFacts, WorkerStats
 
 MAX_DEAD_SHOWN = 8
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)

@@ -123,7 +123,7 @@ class Requests:
         return [*actions, *self._finish_if_complete(leg.tracked, now)]
 
     def handed_over(self, worker: Worker, message: m.HandedOver, now: float) -> list[Action]:
-        """The prefill worker is done. About an ended request it is the answer to its Release."""
+        """The prefill worker is done."""
         leg = self.legs.find(worker, message)
         if leg is None:
             return []
@@ -151,7 +151,7 @@ class Requests:
         return [*actions, *(self.legs.forget_order(worker, *key) for key in unknown)]
 
     def failed(self, worker: Worker, message: m.Failed, now: float) -> list[Action]:
-        """A worker gave a leg up. About an ended one it is the answer to its Release."""
+        """A worker gave a leg up."""
         leg = self.legs.find(worker, message)
         if leg is None:
             # A kept one waits for a Release, which may have crossed this.

@@ -11,7 +11,7 @@ What a worker has of a leg is its phase there. Loads are sums over these phases,
 are asked for: nothing is counted up and down, so nothing can leak.
 
       prefill worker    prefilling ──FirstToken──► transferring ──HandedOver──► (gone)
-      decode worker     awaiting ────FirstToken or Tokens──► decoding ──all finished──► (gone)
+      decode worker     awaiting ───────────Tokens─────────► decoding ──all finished──► (gone)
       the same, local   prefilling ──FirstToken──► decoding ──all finished──► (gone)
 """
 

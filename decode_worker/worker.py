@@ -247,11 +247,6 @@ class DecodeWorker:
 
     def _fail(self, request: Request, stage: m.Stage, reason: str, retriable: bool = True) -> None:
         self.act(self.reception.forget(request.key))
-        self._report_failure(request, stage, reason, retriable)
-
-    def _report_failure(
-        self, request: Request, stage: m.Stage, reason: str, retriable: bool
-    ) -> None:
         failed = m.Failed(*request.key, request.epoch, stage, reason, retriable)
         self._channel.send_control(failed)
 

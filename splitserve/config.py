@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from splitserve.errors import ConfigError
@@ -144,6 +146,11 @@ class CoordinatorConfig:
     drain_grace_s: float = 30.0  # how long a worker that leaves may keep its streams
     parent_pid: int | None = None
     log_level: str = "info"
+
+
+def user_cache_dir() -> Path:
+    """Where what is made once for a user is kept: splitserve under XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "splitserve"
 
 
 def to_json(config: WorkerConfig | CoordinatorConfig) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from splitserve.config import Fingerprint
+from splitserve.config import Fingerprint, user_cache_dir
 from splitserve.errors import ConfigError, ModelNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,7 @@ _ALIASES: dict[str, Callable[[], Path]] = {"smollm2-135m": _smollm2_gguf}
 
 def cache_dir() -> Path:
     """Where converted models live: splitserve/models under XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "splitserve" / "models"
+    return user_cache_dir() / "models"
 
 
 def _converted(gguf_file: Path) -> Path:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import subprocess
 import tempfile
 from pathlib import Path
+
+from splitserve.config import user_cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,9 @@ def library_path(source: Path) -> Path:
     By the hash of the source, the command and the CPU's abilities: another CPU that shares the
     cache builds its own.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     parts = (source.read_text(), " ".join(_COMMAND), platform.machine(), _cpu_flags())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return base / "splitserve" / "native" / f"{source.stem}-{name}.so"
+    return user_cache_dir() / "native" / f"{source.stem}-{name}.so"
 
 
 def _compile(source: Path, target: Path) -> None:

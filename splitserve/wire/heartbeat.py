@@ -22,9 +22,9 @@ from splitserve.errors import ProtocolError
 from splitserve.wire import messages as m
 from splitserve.wire.codec import Decoder, decoder_for, encode
 from splitserve.wire.curve import apply_client
+from splitserve.wire.parts import HEARTBEAT_SUFFIX
 from splitserve.wire.waker import Waker
 
-SUFFIX = "/heartbeat"  # worker_id + SUFFIX is the identity of the heartbeat's socket
 MIN_INTERVAL_S = 0.05  # between two beats, however often the stats change
 MIN_NEWS_INTERVAL_S = 1.0  # between two EpochChanged, whatever the coordinators do
 REMINDER_S = 5.0  # between two EpochChanged for the same epoch, while it is not adopted
@@ -166,7 +166,7 @@ class Heartbeat:
         # Finds out that a machine vanished without a word; a process that ends is noticed at once.
         socket.heartbeat_ivl = 5000
         socket.heartbeat_timeout = 15000
-        socket.identity = (self._worker_id + SUFFIX).encode()
+        socket.identity = (self._worker_id + HEARTBEAT_SUFFIX).encode()
         if self._keys is not None:
             apply_client(socket, self._keys)
         return socket

@@ -14,7 +14,8 @@ from splitserve.wire import heartbeat as heartbeat_module
 from splitserve.wire import messages as m
 from splitserve.wire.codec import decoder_for, encode
 from splitserve.wire.curve import apply_server, authenticate, make_keys
-from splitserve.wire.heartbeat import SUFFIX, CoordinatorLost, EpochChanged, Heartbeat
+from splitserve.wire.heartbeat import CoordinatorLost, EpochChanged, Heartbeat
+from splitserve.wire.parts import HEARTBEAT_SUFFIX
 from tests.unit.wire.channels import raw_router, raw_socket
 from tests.waiting import wait_until
 
@@ -48,7 +49,7 @@ def next_beat(router: Router) -> m.Heartbeat:
 def answer(router: Router, epoch: str | None) -> m.Heartbeat:
     """The next beat, answered by a coordinator of this epoch; None: the beat's."""
     identity, data = router[0].recv_multipart()
-    assert identity == ("worker-1" + SUFFIX).encode()
+    assert identity == ("worker-1" + HEARTBEAT_SUFFIX).encode()
     beat = decoder_for(m.ToCoordinator).decode(data)
     assert isinstance(beat, m.Heartbeat)
     router[0].send_multipart([identity, encode(m.HeartbeatAck(epoch or beat.epoch))])
