@@ -44,6 +44,7 @@ class Members:
         self._base_url: str | None = None
         self._told_ready = False
         self._to_replace: list[str] = []  # worker_ids, in the order of a rolling restart
+        self._unreaped: dict[str, str] = {}  # worker_ids of the dead, by launch_id
 
     # -- joining ------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Members:
         if heartbeat.draining and worker.state == "ready":
             log.info("%s was told to stop by somebody else", worker.worker_id)
             if launch := self.pools.launches.get(worker.launch_id):
-                self.pools.lost(launch, "it was told to stop by somebody else", now)
+                self.pools.leaves(launch, now)
             self._start_draining(worker, now)
         return [ack]
 
@@ -146,7 +147,9 @@ class Members:
         """A worker is dead to us; its process, unless it was reaped, is killed by the launcher."""
         log.warning("%s worker %s is dead: %s", worker.role, worker.worker_id, reason)
         self.registry.bury(worker, reason)
-        actions = self.peer_gone(worker, reaped)
+        actions = self.peer_gone(worker.worker_id, reaped)
+        if not reaped:
+            self._unreaped[worker.launch_id] = worker.worker_id
         if launch := self.pools.launches.get(worker.launch_id):
             self._lost(launch, reason, now)
             actions += self._stop(launch, grace_s=0.0)
@@ -181,13 +184,13 @@ class Members:
 
     def reaped(self, launch_id: str) -> list[Action]:
         """A worker that had been declared dead can't write any more."""
-        dead = [w for w in self.registry.workers.values() if w.launch_id == launch_id]
-        gone = [w for w in dead if w.state == "dead"]
-        return [action for w in gone for action in self.peer_gone(w, reaped=True)]
+        worker_id = self._unreaped.pop(launch_id, None)
+        return [] if worker_id is None else self.peer_gone(worker_id, reaped=True)
 
-    def peer_gone(self, worker: Worker, reaped: bool) -> list[Action]:
-        message = m.PeerGone(worker.worker_id, self._epoch, reaped)
-        return [Send(w.identity, message) for w in self.registry.alive() if w is not worker]
+    def peer_gone(self, worker_id: str, reaped: bool) -> list[Action]:
+        message = m.PeerGone(worker_id, self._epoch, reaped)
+        others = [w for w in self.registry.alive() if w.worker_id != worker_id]
+        return [Send(w.identity, message) for w in others]
 
     # -- scaling ------------------------------------------------------------------------------
 
@@ -276,7 +279,8 @@ class Members:
         """When there is something to do without a message."""
         alive = self.registry.alive()
         drains = [w.drain_by for w in alive if w.drain_by is not None and not w.told_to_stop]
-        others = (self.registry.due(), self.pools.due(alive))
+        can_start = self._launcher is not None
+        others = (self.registry.due(), self.pools.due(alive, can_start))
         return min([*drains, *(due for due in others if due is not None)], default=None)
 
     def _start_draining(self, worker: Worker, now: float) -> None:

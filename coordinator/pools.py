@@ -18,6 +18,7 @@ from splitserve.restarts import RestartPolicy
 from splitserve.wire.messages import Launched
 
 MAX_FAILED_SHOWN = 8
+LEAVE_DELAY_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Pools:
                 launch.replaces = None
 
     def lost(self, launch: Launch, reason: str, now: float) -> None:
-        """A process died, or leaves on its own: another takes its place, but not for ever."""
+        """A process died: another takes its place, but not for ever."""
         if launch.stopping:
             return
         launch.stopping = True
@@ -136,6 +137,13 @@ class Pools:
             lineage.given_up = True
             self._given_up.append(lineage)
             log.error("%s died too often and is given up: %s", launch.launch_id, reason)
+
+    def leaves(self, launch: Launch, now: float) -> None:
+        """Somebody else told a worker to go: another takes its place, and nothing has failed."""
+        if not launch.stopping:
+            launch.stopping = True
+            if not launch.replaces:
+                self._restarts.append(Restart(now + LEAVE_DELAY_S, launch.lineage))
 
     def exited(self, launch_id: str, last_lines: str) -> None:
         """The launcher has reaped a process."""
@@ -178,10 +186,11 @@ class Pools:
         adopted = [x for x in self.launches.values() if x.hello_by is not None and not x.stopping]
         return [launch for launch in adopted if launch.launch_id not in born]
 
-    def due(self, workers: Iterable[Worker]) -> float | None:
-        """When `start_missing` or `overdue` has something to do."""
+    def due(self, workers: Iterable[Worker], can_start: bool) -> float | None:
+        """When `overdue` has something to do, or `start_missing`, if it can be asked."""
         hellos = [x.hello_by for x in self.awaited(workers) if x.hello_by is not None]
-        return min([*hellos, *(restart.due for restart in self._restarts)], default=None)
+        restarts = [restart.due for restart in self._restarts] if can_start else []
+        return min([*hellos, *restarts], default=None)
 
     def _present(self, role: Role, workers: list[Worker]) -> list[Launch | Worker]:
         """Launches under way (the newest first), then ready workers (the newest first).

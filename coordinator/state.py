@@ -200,7 +200,7 @@ class State:
             return self.members.reaped(message.launch_id)
         if worker.told_to_stop and message.exit_code == 0:
             self.registry.remove(worker)
-            gone = self.members.peer_gone(worker, reaped=True)
+            gone = self.members.peer_gone(worker.worker_id, reaped=True)
             return [*gone, *self.requests.worker_died(worker, "it was stopped", now)]
         return self._died(worker, reason, now, reaped=True)
 

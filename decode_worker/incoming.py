@@ -77,6 +77,10 @@ class Report:
 Action = Reply | AcceptFrames | Begin | BeginLocal | Drop | Quarantine | EndQuarantine | Report
 
 
+# A transport may let a Commit pass the frames before it: for how long they are waited for.
+LATE_FRAME_S = 1.0
+
+
 class Sender(NamedTuple):
     """A prefill worker, and what its data connection is called here."""
 
@@ -93,16 +97,42 @@ class Incoming:
     order: int
     coverage: Coverage
     stalls_at: float = float("inf")
+    is_granted: bool = False
     told: bool = False  # that it waits
+    commit: m.Commit | None = None  # the last one, while KV is missing
+    asks_at: float = float("inf")  # when to ask for what is missing
+    spoilt: bool = False  # a frame came and could not be taken: it won't come by itself
     resent: bool = False
     passed: int = 0
 
+    def comes_from(self, peer: str) -> bool:
+        return self.sender is not None and self.sender.peer == peer
+
+    def answer(self) -> Reply:
+        """What its Open is answered with, as it stands."""
+        assert self.sender is not None
+        key, epoch = self.request.key, self.request.epoch
+        if self.is_granted:
+            return Reply(self.sender.peer, m.Grant(*key, epoch, first_missing_token=0))
+        self.told = True
+        return Reply(self.sender.peer, m.Queued(*key, epoch))
+
     def due(self) -> float:
-        return min(self.request.deadline, self.stalls_at)
+        return min(self.request.deadline, self.stalls_at, self.asks_at)
 
     def expect_kv(self, now: float) -> None:
-        """More frames or the Commit come next."""
-        self.stalls_at = now + self.request.stall_timeout_s
+        """More frames or the Commit come next. Behind the Commit, they must not be long."""
+        stall_s = self.request.stall_timeout_s
+        self.stalls_at = now + stall_s
+        if self.commit is not None:
+            self.asks_at = now + min(LATE_FRAME_S, stall_s / 2)
+
+    def ask_again(self, missing: tuple[m.Region, ...], now: float) -> m.Incomplete:
+        """What is missing is to be sent once more, with another Commit behind it."""
+        self.resent, self.spoilt = True, False
+        self.commit, self.asks_at = None, float("inf")
+        self.expect_kv(now)
+        return m.Incomplete(*self.request.key, epoch=self.request.epoch, missing=missing)
 
     def expect_compute(self, max_step_s: float, now: float) -> None:
         """The peer may be in a step; half as much again, for whatever delays its word."""

@@ -2,7 +2,7 @@
 
     Open ──► waiting ──► granted ── Commit, all there ──► begun
                │            │  ▲
-               │            │  └── Incomplete (once): what is missing is sent again
+               │            │  └── Incomplete (once): what is still missing is sent again
                ▼            ▼
            Abort, Release, deadline, a dead peer (stall only while granted): dropped
 
@@ -33,7 +33,7 @@ from decode_worker.incoming import (
     Report,
     Sender,
 )
-from kv_transfer.base import FrameWritten
+from kv_transfer.base import FrameDropped, FrameWritten
 from kv_transfer.chunks import Coverage
 from splitserve.config import KVLayout
 from splitserve.scheduling.block_manager import BlockManager
@@ -129,12 +129,20 @@ class Intake:
             actions += self._admit_one(incoming, needed, now)
         return actions + self._answer_those_who_wait()
 
-    def written(self, event: FrameWritten, now: float) -> None:
+    def written(self, event: FrameWritten, now: float) -> list[Action]:
         """A frame's bytes are in place."""
         incoming = self._granted_one(RequestKey(*event.key))
+        if incoming is None:
+            return []
+        incoming.coverage.add(event.region)
+        incoming.expect_kv(now)
+        return self._begin_if_whole(incoming)
+
+    def dropped(self, event: FrameDropped) -> None:
+        """A frame could not be taken."""
+        incoming = self._granted_one(RequestKey(*event.key))
         if incoming is not None:
-            incoming.coverage.add(event.region)
-            incoming.expect_kv(now)
+            incoming.spoilt = True
 
     def computing(self, message: m.Computing, now: float) -> list[Action] | None:
         """The peer has sent what it has, and computes more; None when this holds no grant."""
@@ -145,24 +153,18 @@ class Intake:
         return []
 
     def commit(self, message: m.Commit, now: float) -> list[Action] | None:
-        """Begin when every byte is here; None when this attempt holds no grant."""
+        """Begin when every byte is here, or else once it is; None: this attempt has no grant."""
         key = RequestKey(message.request_id, message.attempt)
         incoming = self._granted_one(key)
         if incoming is None or incoming.sender is None:
             return None
-        epoch = incoming.request.epoch
         if not self._fits(incoming.request, message):
             return self._fail(incoming, "transfer", "Commit does not fit its Open", retriable=False)
-        missing = incoming.coverage.missing(self._whole(incoming.request))
-        if not missing:
-            del self._granted[key.request_id]
-            received = Reply(incoming.sender.peer, m.Received(*key, epoch=epoch))
-            return [Begin(incoming.request, message.first_tokens, incoming.order), received]
-        if incoming.resent:
-            return self._fail(incoming, "transfer", "KV was incomplete twice", retriable=True)
-        incoming.resent = True
+        incoming.commit = message
         incoming.expect_kv(now)
-        return [Reply(incoming.sender.peer, m.Incomplete(*key, epoch=epoch, missing=missing))]
+        return self._begin_if_whole(incoming) or (
+            self._ask(incoming, now) if incoming.spoilt else []
+        )
 
     def release(self, key: RequestKey) -> list[Action]:
         """Forget a prompt, at this attempt or one before it, granted or waiting."""
@@ -210,11 +212,30 @@ class Intake:
                 actions += self._fail(incoming, "deadline", reason, retriable=False)
             elif incoming.stalls_at <= now:
                 actions += self._fail(incoming, "transfer", "no KV came in time", retriable=True)
+            elif incoming.asks_at <= now:
+                actions += self._ask(incoming, now)
         return actions
 
     def _granted_one(self, key: RequestKey) -> Incoming | None:
         incoming = self._granted.get(key.request_id)
         return incoming if incoming and incoming.request.key == key else None
+
+    def _begin_if_whole(self, incoming: Incoming) -> list[Action]:
+        request, commit = incoming.request, incoming.commit
+        if commit is None or incoming.coverage.missing(self._whole(request)):
+            return []
+        assert incoming.sender is not None
+        del self._granted[request.key.request_id]
+        received = Reply(incoming.sender.peer, m.Received(*request.key, epoch=request.epoch))
+        return [Begin(request, commit.first_tokens, incoming.order), received]
+
+    def _ask(self, incoming: Incoming, now: float) -> list[Action]:
+        """What has not come by now is lost."""
+        assert incoming.sender is not None
+        if incoming.resent:
+            return self._fail(incoming, "transfer", "KV was incomplete twice", retriable=True)
+        missing = incoming.coverage.missing(self._whole(incoming.request))
+        return [Reply(incoming.sender.peer, incoming.ask_again(missing, now))]
 
     def _admit_one(self, incoming: Incoming, needed: int, now: float) -> list[Action]:
         request = incoming.request
@@ -225,22 +246,15 @@ class Intake:
             return [BeginLocal(request, block_ids, incoming.order)]
         reserved = self.blocks.reserve(request.key, needed)
         assert reserved is not None, "spare blocks are not free"
+        incoming.is_granted = True
         incoming.expect_compute(self.limits.max_step_s, now)
         self._granted[request.key.request_id] = incoming
-        grant = m.Grant(*request.key, request.epoch, first_missing_token=0)
-        return [
-            AcceptFrames(request.key, tuple(reserved), len(request.token_ids)),
-            Reply(incoming.sender.peer, grant),
-        ]
+        accept = AcceptFrames(request.key, tuple(reserved), len(request.token_ids))
+        return [accept, incoming.answer()]
 
     def _answer_those_who_wait(self) -> list[Action]:
-        actions: list[Action] = []
-        for incoming in self._waiting.values():
-            if incoming.sender is not None and not incoming.told:
-                incoming.told = True
-                key, epoch = incoming.request.key, incoming.request.epoch
-                actions.append(Reply(incoming.sender.peer, m.Queued(*key, epoch)))
-        return actions
+        unanswered = [i for i in self._waiting.values() if i.sender is not None and not i.told]
+        return [incoming.answer() for incoming in unanswered]
 
     def _fail(
         self, incoming: Incoming, stage: m.Stage, reason: str, retriable: bool

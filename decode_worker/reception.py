@@ -101,6 +101,9 @@ class Reception:
         request = Request.of(message, now)
         if self.tombstones.cover(request.key, now):
             return None
+        here = self.intake.incoming(message.request_id)
+        if here is not None and here.request.key == request.key and here.comes_from(peer):
+            return [here.answer()]  # it came twice
         actions, refusal = self._make_way(request, message, now)
         if refusal is not None:
             return [*actions, Reply(peer, m.Refuse(*request.key, request.epoch, *refusal))]

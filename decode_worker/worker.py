@@ -99,8 +99,9 @@ class DecodeWorker:
                 self.act(self.reception.handle(peer, message, self._clock()))
             case FrameWritten():
                 self._num_kv_bytes += event.num_bytes
-                self.intake.written(event, self._clock())
+                self.act(self.intake.written(event, self._clock()))
             case FrameDropped(key, reason):
+                self.intake.dropped(event)
                 self._num_frames_dropped += 1
                 limited.warning("frame", f"dropped a frame of {key.request_id}: {reason}")
             case SendFailed(peer, message):

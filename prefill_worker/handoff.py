@@ -92,6 +92,7 @@ class Handoff:
     heard_at: float  # the last sign of progress; the stall timer counts from here
     state: State = "waiting"
     granted_at: float = 0.0
+    sent_at: float = -float("inf")  # when a frame last went out
     told_at: float = -float("inf")  # when the peer last heard Computing, with no frame since
     num_computed: int = 0
     num_split: int = 0  # tokens already turned into pending regions
@@ -135,7 +136,7 @@ class Handoff:
         assert self.target is not None
         request = self.request
         self.state, self.heard_at, self.resent = "opened", now, False
-        self.num_split, self.told_at = 0, -float("inf")
+        self.num_split, self.sent_at, self.told_at = 0, -float("inf"), -float("inf")
         self.pending.clear()
         message = m.Open(
             *request.key,
@@ -156,7 +157,7 @@ class Handoff:
     def granted(self, first_missing_token: int, layout: KVLayout, now: float) -> None:
         if self.state in ("opened", "queued"):
             self.state = "granted"
-            self.granted_at = now
+            self.granted_at = self.sent_at = now
             self.num_split = first_missing_token
             num_missing = len(self.request.token_ids) - first_missing_token
             self.num_kv_bytes = num_missing * layout.token_bytes

@@ -25,7 +25,7 @@ from splitserve.config import KVLayout
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
 
-COMPUTING_EVERY_S = 5.0  # how often a peer hears that its prompt is still being computed
+COMPUTING_EVERY_S = 5.0  # how often a peer hears that more KV comes, when none does
 
 
 class Handoffs:
@@ -160,17 +160,24 @@ class Handoffs:
     def sent(self, key: RequestKey, now: float) -> None:
         """A frame went out: the stall timer restarts."""
         if handoff := self._open_one(key):
-            handoff.heard_at = now
+            handoff.heard_at = handoff.sent_at = now
             handoff.told_at = -float("inf")
+            self.moved(handoff.peer, now)
+
+    def moved(self, peer: str, now: float) -> None:
+        """Bytes go out to a peer: what waits for room behind them has not stalled."""
+        for handoff in self._handoffs.values():
+            if handoff.state == "granted" and handoff.pending and handoff.peer == peer:
+                handoff.heard_at = now
 
     def before_step(self, now: float) -> list[Action]:
         """Peers who would hear nothing for as long as the next step takes hear that it goes on."""
-        actions: list[Action] = []
-        for handoff in self._handoffs.values():
-            if handoff.waits_for_compute and now - handoff.told_at >= COMPUTING_EVERY_S:
-                handoff.told_at = now
-                actions.append(handoff.computing())
-        return actions
+        return self._tell(now, [h for h in self._granted() if not h.all_sent or not h.first_tokens])
+
+    def before_wait(self, now: float) -> list[Action]:
+        """Peers whose KV has waited for room for a while hear that it goes on."""
+        late = now - COMPUTING_EVERY_S
+        return self._tell(now, [h for h in self._granted() if h.pending and h.sent_at <= late])
 
     def release(self, key: RequestKey) -> list[Action]:
         """Forget a prompt, at this attempt or an older one, wherever it is."""
@@ -189,7 +196,8 @@ class Handoffs:
     def keep_only(self, keep: Collection[RequestKey]) -> list[Action]:
         """Forget everything else, without a word to the coordinator: it is a new one."""
         gone = [h for h in self._handoffs.values() if h.request.key not in keep]
-        return [action for handoff in gone for action in self._end(handoff, None)]
+        actions = [action for handoff in gone for action in self._end(handoff, None)]
+        return [*actions, *self._disconnect_unused()]
 
     def peer_gone(self, worker_id: str) -> list[Action]:
         """A decode worker is dead; the coordinator knows, and says where to go instead."""
@@ -228,6 +236,17 @@ class Handoffs:
         self._endpoints[handoff.target.worker_id] = handoff.target.endpoint
         return handoff.open(reply_to, self._worker_id, self._layout, now)
 
+    def _granted(self) -> list[Handoff]:
+        return [h for h in self._handoffs.values() if h.state == "granted"]
+
+    def _tell(self, now: float, handoffs: list[Handoff]) -> list[Action]:
+        actions: list[Action] = []
+        for handoff in handoffs:
+            if now - handoff.told_at >= COMPUTING_EVERY_S:
+                handoff.told_at = now
+                actions.append(handoff.computing())
+        return actions
+
     def _open_one(self, key: RequestKey) -> Handoff | None:
         handoff = self._handoffs.get(key.request_id)
         return handoff if handoff and handoff.is_open and handoff.request.key == key else None
@@ -245,6 +264,12 @@ class Handoffs:
         transfer_s = now - handoff.granted_at
         report = m.HandedOver(*key, handoff.request.epoch, handoff.num_kv_bytes, transfer_s)
         return [Finish(key, report)]
+
+    def _disconnect_unused(self) -> list[Action]:
+        """A new coordinator never says which decode workers died under the one before."""
+        targets = {h.target.worker_id for h in self._handoffs.values() if h.target is not None}
+        unused = [worker_id for worker_id in self._endpoints if worker_id not in targets]
+        return [action for worker_id in unused for action in self.peer_gone(worker_id)]
 
     def _misplaced(
         self, handoff: Handoff, reason: str, stage: m.Stage = "transfer", aborts: bool = True

@@ -115,8 +115,8 @@ class PrefillWorker:
                 pass  # the loop turns, and leaves if it drains
             case ChannelFailed(reason):
                 raise RuntimeError(f"the I/O thread ended: {reason}")
-            case RoomAvailable():
-                pass  # the loop turns, and push looks at the room
+            case RoomAvailable(peer):
+                self.handoffs.moved(peer, now)  # the loop turns, and push looks at the room
             case _:
                 log.warning("unexpected event %s", event)
 
@@ -153,6 +153,7 @@ class PrefillWorker:
         """Send what is computed, granted, and fits in the transport's room."""
         while actions := self.handoffs.pump(self._sender.room_bytes):
             self.act(actions)  # room may have come back meanwhile, and nobody would say so
+        self.act(self.handoffs.before_wait(self._clock()))
 
     def act(self, actions: list[Action]) -> None:
         """Carry actions of the hand-off out."""

@@ -83,7 +83,7 @@ class Retarget:
 class Release:
     """Forget a request, up to this attempt, and free what it holds. Idempotent.
 
-    For `deadline_s` the worker remembers it, so that nothing of it that comes later is taken.
+    For `deadline_s` a decode worker remembers it, so that nothing of it that comes later is taken.
     """
 
     request_id: str
@@ -273,7 +273,7 @@ class FrameHeader:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """Nothing to send for now: what was computed is sent, and more is being computed.
+    """Nothing to send for now: more is being computed, or waits for room behind other transfers.
 
     Repeated while that lasts, so that a long step is not taken for a broken transfer.
     """

@@ -19,7 +19,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.breaking
 
-FAULTY = {"prefill": 1, "decode": 1, "max_step_s": 2}
+MAX_STEP_S = 4  # a first step on a busy machine may take a second or two
+FAULTY = {"prefill": 1, "decode": 1, "max_step_s": MAX_STEP_S}
 
 
 def test_the_last_decode_worker_dies_in_an_answer(ring: FaultyRing) -> None:
@@ -78,8 +79,8 @@ def test_a_wedged_engine_is_not_healthy_and_is_replaced(ring: FaultyRing) -> Non
     with ThreadPoolExecutor(1) as pool:
         started = time.monotonic()
         stuck = pool.submit(ask, ring.base_url, plain(1, stream=True))
-        wait_until(lambda: not answers(f"{ring.base_url}/health"), 5, "bad health")
-        assert time.monotonic() - started < 2 + 2  # max_step_s, and some beats
+        wait_until(lambda: not answers(f"{ring.base_url}/health"), 10, "bad health")
+        assert time.monotonic() - started < MAX_STEP_S + 2  # and some beats
         outcome = stuck.result(5)
         assert outcome.kind == "error"
         assert "stuck" in outcome.message

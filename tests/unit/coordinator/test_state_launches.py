@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.events import Action, HttpOpened
+from coordinator.events import Action, HttpOpened, SendFailed
 from splitserve.wire import messages as m
 from tests.unit.coordinator.test_state_members import launched, states
 from tests.unit.coordinator.world import BASE_URL, EPOCH, World, request, row, sent
@@ -90,6 +90,39 @@ def test_a_worker_that_somebody_else_stops_is_replaced_while_it_drains() -> None
     assert starts(world.wait(0.6)) == ["decode-2"]
     exit_of(world, "decode-0", 0)
     assert starts(world.wait(60.0)) == []
+
+
+def test_being_stopped_by_hand_is_no_failure_however_often() -> None:
+    world = launched(1, 1)
+    for count in range(20):
+        beat = m.Heartbeat(f"decode-{count}-x", EPOCH, 0.0, m.WorkerStats(), draining=True)
+        world.hear(f"decode-{count}-x/heartbeat", beat)
+        assert starts(world.wait(0.6)) == [f"decode-{count + 1}"]
+        born(world, f"decode-{count + 1}")
+        exit_of(world, f"decode-{count}", 0)
+    assert world.state.pools.failed == []
+
+
+def test_a_restart_that_nobody_can_carry_out_does_not_keep_the_loop_turning() -> None:
+    world = launched(1, 2)
+    exit_of(world, "decode-0")
+    world.handle(SendFailed(b"launcher", None, vanished=True))
+    world.wait(1.0)
+    due = world.state.due()
+    assert due is not None and due > world.now, "the restart is late, but there is no launcher"
+
+
+def test_however_many_are_dead_peers_hear_that_one_was_reaped() -> None:
+    world = launched(1, 1)
+    world.state.scale(1, 12, world.now)
+    for number in range(1, 12):
+        born(world, f"decode-{number}")
+    for number in range(1, 12):
+        world.handle(SendFailed(f"decode-{number}-x".encode(), None, vanished=True))
+    told = sent(exit_of(world, "decode-1"), m.PeerGone)
+    assert sorted(to for to, _ in told) == ["decode-0-x", "prefill-0-x"]
+    assert told[0][1] == m.PeerGone("decode-1-x", EPOCH, reaped=True)
+    assert sent(exit_of(world, "decode-1"), m.PeerGone) == []
 
 
 def test_a_rolling_restart_starts_the_replacement_first() -> None:

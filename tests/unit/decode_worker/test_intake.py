@@ -2,7 +2,7 @@ import pytest
 
 from decode_worker import incoming as i
 from decode_worker.intake import MAX_PASSES, Intake, IntakeLimits
-from kv_transfer.base import FrameWritten, TransferKey
+from kv_transfer.base import FrameDropped, FrameWritten, TransferKey
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.sequence import RequestKey
 from splitserve.wire import messages as m
@@ -60,11 +60,37 @@ def test_a_commit_with_a_hole_names_it_once_then_fails() -> None:
     state.add(make_request("a", 9), FROM)
     admit(state)
     state.written(arrived("a", 0, 4), 1.0)
-    actions = state.commit(commit("a"), 3.0)
-    assert actions is not None and isinstance(actions[0], i.Reply)
-    assert actions[0].message == m.Incomplete("a", 0, "epoch", (m.Region(0, 3, 4, 9, 0, 2),))
-    assert kinds(state.commit(commit("a"), 4.0)) == ["Drop", "AbortAck", "Failed"]
-    assert state.commit(commit("a"), 5.0) is None
+    assert state.commit(commit("a"), 3.0) == []
+    (reply,) = state.expire(3.0 + i.LATE_FRAME_S)
+    assert isinstance(reply, i.Reply)
+    assert reply.message == m.Incomplete("a", 0, "epoch", (m.Region(0, 3, 4, 9, 0, 2),))
+    assert state.commit(commit("a"), 5.0) == []
+    assert kinds(state.expire(5.0 + i.LATE_FRAME_S)) == ["Drop", "AbortAck", "Failed"]
+    assert state.commit(commit("a"), 7.0) is None
+
+
+def test_frames_may_come_behind_their_commit() -> None:
+    """LMCache/LMCache #1350: decode looked for KV before it was there, and failed."""
+    state = intake()
+    state.add(make_request("a", 9), FROM)
+    admit(state)
+    assert state.commit(commit("a"), 3.0) == []
+    assert state.due() == 3.0 + i.LATE_FRAME_S
+    assert state.written(arrived("a", 4, 9), 3.5) == []
+    assert state.due() == 3.5 + i.LATE_FRAME_S
+    assert kinds(state.written(arrived("a", 0, 4), 4.0)) == ["Begin", "Received"]
+    assert state.idle
+
+
+def test_a_spoilt_frame_is_asked_for_at_once() -> None:
+    state = intake()
+    state.add(make_request("a", 9), FROM)
+    admit(state)
+    state.written(arrived("a", 0, 4), 1.0)
+    state.dropped(FrameDropped(TransferKey("a", 0), "the checksum does not match"))
+    assert kinds(state.commit(commit("a"), 3.0)) == ["Incomplete"]
+    assert state.commit(commit("a"), 3.1) == []  # what was sent again may be late too
+    assert kinds(state.written(arrived("a", 4, 9), 3.2)) == ["Begin", "Received"]
 
 
 @pytest.mark.parametrize("choice_ids", [(3,), (0, 0)])
@@ -181,8 +207,8 @@ def test_frames_of_a_forgotten_transfer_count_for_nothing() -> None:
     state.written(arrived("a", 0, 9), 1.0)
     state.add(make_request("a", 9), FROM)
     admit(state)
-    actions = state.commit(commit("a"), 2.0)
-    assert kinds(actions) == ["Incomplete"]
+    assert state.commit(commit("a"), 2.0) == []
+    assert kinds(state.expire(2.0 + i.LATE_FRAME_S)) == ["Incomplete"]
 
 
 @pytest.mark.parametrize(

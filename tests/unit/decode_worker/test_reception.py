@@ -128,7 +128,7 @@ class Decode(RuleBasedStateMachine):
             for first in {0, start}:
                 region = m.Region(0, 3, first, NUM_TOKENS, 0, 2)
                 written = FrameWritten(TransferKey(name, attempt), region, 1)
-                self.intake.written(written, self.now)
+                self.act(self.intake.written(written, self.now))
 
     @rule(name=NAMES, attempt=ATTEMPTS)
     def commit(self, name: str, attempt: int) -> None:

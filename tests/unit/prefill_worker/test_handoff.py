@@ -284,8 +284,34 @@ def test_the_peer_of_a_granted_prompt_hears_that_it_is_being_computed() -> None:
     handoffs.pump(plenty)
     handoffs.sent(make_request("r", 10).key, 6.1)
     assert handoffs.before_step(6.2) == [computing]  # the frame started the peer's stall timer
+    handoffs.computed(make_request("r", 10).key, 10)
     finished(handoffs)
+    handoffs.pump(plenty)  # frames, and the Commit
     assert handoffs.before_step(20.0) == []
+
+
+def test_a_prompt_that_waits_for_room_behind_others_has_not_stalled() -> None:
+    """LMCache/LMCache #1990: transfers that shared one small buffer gave each other up."""
+    handoffs = opened()
+    handoffs.add(make_request("first", 4), TO, now=0.0)
+    handoffs.open(make_request("first", 4).key, "coordinator", 0.0)
+    handoffs.handle(m.Grant("first", 0, "coordinator", first_missing_token=0), 0.0)
+    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 0.0)
+    handoffs.computed(make_request("r", 10).key, 10)
+    finished(handoffs)
+    handoffs.pump(lambda _: 0)
+    assert handoffs.before_wait(1.0) == []
+    computing = Send(TO.endpoint, m.Computing(*NAMES))
+    assert handoffs.before_wait(COMPUTING_EVERY_S) == [computing]
+    assert handoffs.before_wait(COMPUTING_EVERY_S + 1) == []
+    handoffs.sent(make_request("first", 4).key, 9.0)  # to the same peer
+    stall_s = make_request("r", 10).stall_timeout_s
+    assert handoffs.due() == 9.0 + stall_s
+    handoffs.moved(TO.endpoint, 12.0)
+    assert [a for a in handoffs.expire(9.0 + stall_s) if isinstance(a, Report)] == []
+    assert computing in handoffs.before_step(13.0)
+    late = handoffs.expire(12.0 + stall_s)  # nothing moves any more
+    assert sum(isinstance(action, Report) for action in late) == 1
 
 
 def test_a_new_coordinator_keeps_what_it_says_and_hears_nothing_of_the_rest() -> None:
@@ -295,3 +321,4 @@ def test_a_new_coordinator_keeps_what_it_says_and_hears_nothing_of_the_rest() ->
     assert abort == Send(TO.endpoint, m.Abort(*NAMES))
     assert finish == Finish(make_request("r", 10).key, None)
     assert handoffs.keys == [("kept", 0)]
+    assert handoffs.keep_only([])[-1] == Disconnect(TO.endpoint), "it may be dead by now"
