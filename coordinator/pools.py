@@ -8,6 +8,7 @@ A *lineage* is a wanted worker over the restarts of its process. Pure: the clock
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -170,7 +171,8 @@ class Pools:
         """Processes that ran before this coordinator did."""
         for one in launched:
             if one.launch_id not in self.launches:
-                order = int(one.launch_id.rpartition("-")[2])
+                number = re.search(r"(?a)-(\d{1,9})$", one.launch_id)
+                order = int(number[1]) if number else self._num_launched[one.role]
                 launch = Launch(one.launch_id, one.role, order, self._lineage(one.role))
                 launch.hello_by = hello_by
                 self.launches[one.launch_id] = launch

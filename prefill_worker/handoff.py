@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from kv_transfer.layout import region_bytes, region_fault
 from splitserve.config import KVLayout
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
@@ -168,6 +169,18 @@ class Handoff:
             return None
         start, self.num_split = self.num_split, self.num_computed
         return m.Region(0, layout.num_layers, start, self.num_computed, 0, layout.num_kv_heads)
+
+    def is_beyond(self, message: m.PrefillToDecode | m.DecodeToPrefill, layout: KVLayout) -> bool:
+        """Whether an answer asks for more than this prompt has."""
+        num_tokens = len(self.request.token_ids)
+        match message:
+            case m.Grant(first_missing_token=first):
+                return first > num_tokens
+            case m.Incomplete(missing=missing):
+                num_bytes = sum(region_bytes(layout, region) for region in missing)
+                outside = any(region_fault(layout, region, num_tokens) for region in missing)
+                return outside or not 0 < num_bytes <= num_tokens * layout.token_bytes
+        return False
 
     def computing(self) -> Send:
         return Send(self.peer, m.Computing(*self.request.key, epoch=self.request.epoch))

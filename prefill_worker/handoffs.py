@@ -115,6 +115,9 @@ class Handoffs:
         if handoff is None:
             return []
         handoff.heard_at = now
+        if handoff.is_beyond(message, self._layout):
+            reason = f"the {type(message).__name__} of the decode worker makes no sense"
+            return self._misplaced(handoff, reason)
         match message:
             case m.Grant():
                 handoff.granted(message.first_missing_token, self._layout, now)
@@ -124,13 +127,8 @@ class Handoffs:
                 return self._refused(handoff, message)
             case m.Received() if handoff.state == "committed":
                 return self._received(handoff, now)
-            case m.Incomplete() if handoff.state == "committed" and not handoff.resent:
-                handoff.resent = True
-                handoff.state = "granted"
-                for region in message.missing:
-                    handoff.pending.extend(self._split(region))
             case m.Incomplete() if handoff.state == "committed":
-                return self._misplaced(handoff, "KV was incomplete twice")
+                return self._send_again(handoff, message.missing)
             case m.AbortAck():
                 reason = "the decode worker no longer holds the transfer"
                 return self._misplaced(handoff, reason, aborts=False)
@@ -257,6 +255,15 @@ class Handoffs:
         del self._handoffs[handoff.request.key.request_id]
         failed = handoff.failed("admission", message.reason, retriable=False)
         return [Finish(handoff.request.key, failed)]
+
+    def _send_again(self, handoff: Handoff, missing: tuple[m.Region, ...]) -> list[Action]:
+        if handoff.resent:
+            return self._misplaced(handoff, "KV was incomplete twice")
+        handoff.resent = True
+        handoff.state = "granted"
+        for region in missing:
+            handoff.pending.extend(self._split(region))
+        return []
 
     def _received(self, handoff: Handoff, now: float) -> list[Action]:
         key = handoff.request.key

@@ -290,6 +290,36 @@ def test_the_peer_of_a_granted_prompt_hears_that_it_is_being_computed() -> None:
     assert handoffs.before_step(20.0) == []
 
 
+@pytest.mark.parametrize(
+    "missing",
+    [
+        (),
+        (m.Region(0, 2**62, 0, 2**62, 0, 2**62),),
+        (m.Region(0, 3, 0, 10, 1, 1),),
+        (m.Region(0, 3, 4, 11, 0, 2),),
+        (m.Region(0, 3, 0, 10, 0, 2),) * 2,
+    ],
+)
+def test_an_incomplete_that_makes_no_sense_fails_the_hand_off(
+    missing: tuple[m.Region, ...],
+) -> None:
+    """More than there is would be cut into pieces without end."""
+    handoffs = opened()
+    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 0.0)
+    handoffs.computed(make_request("r", 10).key, 10)
+    finished(handoffs)
+    handoffs.pump(plenty)
+    abort, report = handoffs.handle(m.Incomplete(*NAMES, missing=missing), 1.0)
+    assert isinstance(abort, Send) and isinstance(abort.message, m.Abort)
+    assert isinstance(report, Report) and report.message.kept
+    assert "makes no sense" in report.message.reason
+
+
+def test_a_grant_behind_the_prompt_fails_the_hand_off() -> None:
+    _, report = opened().handle(m.Grant(*NAMES, first_missing_token=11), 0.0)
+    assert isinstance(report, Report) and "makes no sense" in report.message.reason
+
+
 def test_a_prompt_that_waits_for_room_behind_others_has_not_stalled() -> None:
     """LMCache/LMCache #1990: transfers that shared one small buffer gave each other up."""
     handoffs = opened()
