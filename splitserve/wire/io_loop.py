@@ -31,7 +31,9 @@ from splitserve.wire.messages import DecodeToPrefill, FrameHeader, ToLauncher, T
 from splitserve.wire.staging import Staging
 from splitserve.wire.waker import Waker
 
-_MAX_RECEIVED_A_TURN = 64  # of one socket, so that the others get their turn
+# Of one socket, so that the others, and what is to be sent, get their turn: frames take their time.
+_MAX_RECEIVED_A_TURN = 64
+_MAX_TURN_S = 0.005
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +206,10 @@ class IoLoop:
     # -- inbound -------------------------------------------------------------------------------
 
     def _receive(self, link: Link) -> None:
+        turn_over = time.monotonic() + _MAX_TURN_S
         for _ in range(_MAX_RECEIVED_A_TURN):
+            if time.monotonic() >= turn_over:
+                return
             try:
                 frames = link.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:

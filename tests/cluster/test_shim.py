@@ -121,9 +121,9 @@ def test_a_slow_channel_costs_time_only(
 def test_frames_out_of_order_and_behind_their_commit_are_put_right(
     ring: FaultyRing, shim: Shim, right: list[tuple[int, ...]]
 ) -> None:
-    """LMCache/LMCache #1350: decode looked for KV before it was there.
+    """LMCache/LMCache #1350: decode looked for KV before it was there, and failed.
 
-    Each frame comes up to half a second late, but for those that are asked for again.
+    Each frame comes up to half a second late. Nothing is sent twice.
     """
     chance, asked_again = random.Random(5), set()
     num_restarts = ring.cluster()["coordinator"]["num_restarts"]
@@ -131,12 +131,11 @@ def test_frames_out_of_order_and_behind_their_commit_are_put_right(
     def late(message: m.Message, parts: Parts) -> Moves:
         if isinstance(message, m.Incomplete):
             asked_again.add(message.request_id)
-        is_late = isinstance(message, m.FrameHeader) and message.request_id not in asked_again
-        return [(chance.uniform(0, 0.5) if is_late else 0.0, parts)]
+        return [(chance.uniform(0, 0.5) if isinstance(message, m.FrameHeader) else 0.0, parts)]
 
     shim.rule = late
     assert_all_right(ring, right, limit_s=5)
-    assert len(asked_again) == NUM_REQUESTS
+    assert not asked_again
     assert ring.cluster()["coordinator"]["num_restarts"] == num_restarts
 
 
@@ -157,7 +156,7 @@ def test_a_dropped_message_costs_time_and_no_answer(
     """
     num_restarts = ring.cluster()["coordinator"]["num_restarts"]
     shim.rule = rule = Spoil(kind, drop)
-    assert_all_right(ring, right, limit_s=1 if kind is m.FrameHeader else 2 * STALL_S + 2)
+    assert_all_right(ring, right, limit_s=2 if kind is m.FrameHeader else 2 * STALL_S + 2)
     assert rule.num_spoilt == NUM_REQUESTS
     if kind is m.FrameHeader:
         assert ring.cluster()["coordinator"]["num_restarts"] == num_restarts

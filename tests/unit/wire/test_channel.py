@@ -188,6 +188,36 @@ def test_disconnect_drops_what_waits_and_a_new_send_connects_again(channels: Cha
         assert prefill.staged_bytes(endpoint) == 0
 
 
+def test_what_is_to_be_sent_does_not_wait_for_all_frames_that_have_come(
+    channels: Channels,
+) -> None:
+    """vllm-project/vllm #13816: running streams stood still while KV was received."""
+
+    class Slow:
+        num_taken = 0
+        has_one, begin = threading.Event(), threading.Event()
+
+        def accept(self, header: m.FrameHeader, data: memoryview) -> object:
+            self.has_one.set()
+            self.begin.wait(5)
+            time.sleep(0.02)  # more than a turn
+            self.num_taken += 1
+            return header
+
+    slow = Slow()
+    decode, prefill = channels.make(receiver=slow), channels.make()
+    endpoint = decode.bind_data("127.0.0.1")
+    prefill.send_data(endpoint, ABORT)
+    peer = next_event(decode, DataReceived).peer
+    for _ in range(60):
+        prefill.send_data(endpoint, HEADER, memoryview(b"x"))
+    assert slow.has_one.wait(5)
+    decode.send_data(peer, ABORT_ACK)
+    slow.begin.set()
+    assert next_event(prefill, DataReceived).message == ABORT_ACK
+    assert slow.num_taken < 40, "it came behind the frames"
+
+
 def test_a_receiver_that_raises_does_not_end_the_thread(channels: Channels) -> None:
     class Broken:
         def accept(self, header: m.FrameHeader, data: memoryview) -> object:
