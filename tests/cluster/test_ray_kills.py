@@ -1,4 +1,5 @@
-"""Death on a Ray of several nodes: of workers inside their actors, the coordinator, a raylet."""
+"""On a Ray of several nodes: workers come and go on purpose, then they, the coordinator and a
+raylet are killed."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from splitserve.config import Role
 from splitserve.settings import resolve
 from tests.cluster.clients import answers, ask, plain
 from tests.cluster.harness import Body
+from tests.cluster.load import Load, questions
 from tests.tiny_models import make_tiny_llama
 from tests.unit.launch.fakes import is_running
 from tests.waiting import wait_until
@@ -50,6 +52,7 @@ LIVE_S = 15.0  # from a death to a replacement that is ready, on a machine that 
 BUSY_LIVE_S = 30.0  # while all its cores write streams
 NUM_STREAMS = 4
 NUM_TOKENS = 120
+POOLS: tuple[Role, ...] = ("decode", "prefill")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ class RayRing:
 
     def is_whole(self) -> bool:
         return len(self.ready("prefill")) == len(self.ready("decode")) == 2
+
+    def size(self) -> tuple[int, int]:
+        """Ready workers of each pool, when there are no others."""
+        alive = [w for w in self.client.cluster()["workers"] if w["state"] != "dead"]
+        num_ready = len(self.ready("prefill")), len(self.ready("decode"))
+        return num_ready if sum(num_ready) == len(alive) else (-1, -1)
+
+    def worker_ids(self) -> set[str]:
+        return {w["worker_id"] for w in self.client.cluster()["workers"]}
 
     def pids(self) -> set[int]:
         return {worker["pid"] for role in ("prefill", "decode") for worker in self.ready(role)}
@@ -184,6 +196,37 @@ def test_the_launcher_is_on_the_node_it_was_started_from(ring: RayRing) -> None:
     """Its HTTP is on that node's loopback, where `up` was called."""
     raylet = ring.raylet_of(ring.client.cluster()["coordinator"]["pid"])
     assert raylet is ring.head_raylet()
+
+
+def test_workers_that_come_and_go_on_purpose_cost_no_request(ring: RayRing) -> None:
+    """ai-dynamo/dynamo #8534, #9344: late workers got no traffic, leaving ones killed requests."""
+    asked = questions(ring.base_url)
+    with Load(ring.base_url, asked, NUM_STREAMS) as load:
+        for size in ((1, 1), (2, 2), (0, 1), (1, 1), (1, 2)):
+            ring.client.scale(prefill=size[0], decode=size[1])
+            wait_size(ring, size)
+            wait_served(load)
+        for pool in POOLS:
+            wait_gone(ring, ring.client.restart(pool)["worker_ids"])
+            wait_size(ring, (1, 2))
+            wait_served(load)
+    assert load.failures() == []
+    assert not [w for w in ring.client.cluster()["workers"] if w["state"] == "dead"], "a death"
+    ring.client.scale(prefill=2, decode=2)
+
+
+def wait_size(ring: RayRing, size: tuple[int, int]) -> None:
+    wait_until(lambda: ring.size() == size, BUSY_LIVE_S, f"{size} workers")
+
+
+def wait_gone(ring: RayRing, worker_ids: list[str]) -> None:
+    gone = set(worker_ids)
+    wait_until(lambda: not gone & ring.worker_ids(), 2 * BUSY_LIVE_S, "a new worker for each")
+
+
+def wait_served(load: Load, number: int = 20) -> None:
+    wanted = load.verdicts["right"] + number
+    wait_until(lambda: load.verdicts["right"] >= wanted, BUSY_LIVE_S, f"{number} more answers")
 
 
 def test_a_worker_killed_inside_its_actor_is_replaced_and_not_for_ever(ring: RayRing) -> None:
