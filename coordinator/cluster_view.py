@@ -33,6 +33,7 @@ def cluster_view(state: State, config: CoordinatorConfig, pid: int, now: float) 
             "num_local_prefills": state.dispatcher.num_local_prefills,
             "num_wasted_tokens": requests.num_wasted_tokens,
             "num_restarts": requests.num_restarts,
+            "previous_end": config.previous_end or None,
             "limits": None if limits is None else dataclasses.asdict(limits),
         },
         "workers": [

@@ -47,8 +47,19 @@ class Dispatcher:
         decoders = _with_room(others, has_room_to_decode, leg, loads)
         return self._choose(leg, decoders, loads)
 
+    def decoder_is_in_a_step(self, leg: Leg) -> bool:
+        """Whether a hand-off stalled because its decode worker has not looked up for so long.
+
+        With its patience doubled each time this ends: a step that lasts too long is a death.
+        """
+        decoder = self._registry.workers.get(leg.decode_worker_id or "")
+        return decoder is not None and decoder.loop_age_s >= self._patience_s(leg) / 2
+
     def forget(self, worker_id: str) -> None:
         self._router.forget(worker_id)
+
+    def _patience_s(self, leg: Leg) -> float:
+        return self._stall_timeout_s * leg.patience
 
     def _prefillers(self, leg: Leg) -> list[Worker]:
         limits = self._registry.limits
@@ -57,9 +68,13 @@ class Dispatcher:
         return self._registry.takers("prefill")
 
     def _choose(self, leg: Leg, workers: list[Worker], loads: Mapping[str, Load]) -> Worker | None:
-        """Where it failed before it goes again only if there is no one else."""
-        others = [w for w in workers if w.worker_id not in leg.failed_at]
-        return self._router.choose(others or workers, loads)
+        """Where it failed before it goes again only if there is no one else.
+
+        Nor to who leaves soon: a long answer would move again and again in a rolling restart.
+        """
+        others = [w for w in workers if w.worker_id not in leg.failed_at] or workers
+        staying = [w for w in others if not w.to_be_replaced]
+        return self._router.choose(staying or others, loads)
 
     def _start(self, leg: Leg, prefiller: Worker | None, decoder: Worker, now: float) -> Send:
         first = prefiller or decoder
@@ -80,7 +95,7 @@ class Dispatcher:
             tuple(choice for choice in request.choices if choice.choice_id in leg.choice_ids),
             request.sampling,
             deadline_s=tracked.deadline - now,
-            stall_timeout_s=self._stall_timeout_s,
+            stall_timeout_s=self._patience_s(leg),
             decode_worker_id=decoder.worker_id if prefiller else None,
             decode_endpoint=decoder.endpoint if prefiller else None,
         )

@@ -1,27 +1,27 @@
-"""How large a request may be. Fixed once, by the first complete set of workers.
+"""How large a request may be. Fixed once, by the first complete set of workers, and kept when
+another coordinator takes over.
 
 So a lone request always fits, and 'never room' is an answer at once instead of a wait.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitserve.config import Role
+from splitserve.config import Promises, Role
 from splitserve.errors import InvalidRequestError
 from splitserve.wire.messages import WorkerFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What every worker of the cluster can serve by itself. Numbers of tokens unless said."""
+class Limits(Promises):
+    """What a request may be, and what a worker must be."""
 
-    max_prompt_tokens: int  # of the smallest prefill worker
-    max_total_tokens: int  # prompt and answer, of the smallest decode worker and the model
-    max_choices: int  # choices of one prompt
-    num_decode_blocks: int  # blocks
-    block_size: int  # tokens in a block
+    @classmethod
+    def of(cls, promises: Promises) -> Limits:
+        return cls(**dataclasses.asdict(promises))
 
     def resolve_max_tokens(self, num_prompt_tokens: int, asked: int | None, default: int) -> int:
         """The number of output tokens a request may have.

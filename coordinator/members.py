@@ -13,13 +13,12 @@ import logging
 from coordinator.events import Action, Send
 from coordinator.pools import Launch, Pools
 from coordinator.registry import Registry, Worker
-from splitserve.config import Role
+from coordinator.rolling import RollingRestart
+from splitserve.process import describe_exit
 from splitserve.wire import messages as m
 from splitserve.wire.parts import HEARTBEAT_SUFFIX
 
 STOP_GRACE_S = 30.0
-# An adopted worker says Hello between two steps.
-HELLO_GRACE_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class Members:
     ) -> None:
         """`drain_s`: how long a draining worker may keep its requests.
 
-        A `successor` finds workers running, and takes over when those it can find are back.
+        A `successor` finds workers running, and takes over when one that decodes is back.
         """
         self.registry = registry
         self.pools = pools
@@ -40,10 +39,10 @@ class Members:
         self._epoch = epoch
         self._drain_s = drain_s
         self._successor = successor
+        self.rolling = RollingRestart(registry, pools)
         self._launcher: bytes | None = None
         self._base_url: str | None = None
         self._told_ready = False
-        self._to_replace: list[str] = []  # worker_ids, in the order of a rolling restart
         self._unreaped: dict[str, str] = {}  # worker_ids of the dead, by launch_id
 
     # -- joining ------------------------------------------------------------------------------
@@ -62,7 +61,7 @@ class Members:
         actions: list[Action] = [Send(identity, m.Welcome(self._epoch))]
         launch = self.pools.launches.get(worker.launch_id)
         if launch is not None and launch.stopping:  # scaled away while it started
-            worker.leaves_by_itself = True  # it has its SIGTERM
+            worker.leaves_by_itself = True  # the launcher was asked to tell it
             self._start_draining(worker, now)
         return [*actions, *self._check_complete()]
 
@@ -76,8 +75,7 @@ class Members:
             return self.reject(identity, "this cluster has a launcher already")
         self._launcher = identity
         self._told_ready = False
-        self.pools.forget_unborn(self.registry.alive())
-        self.pools.adopt(hello.launches, now + HELLO_GRACE_S)
+        self.pools.adopt(hello.launches, self.registry.alive(), now)
         return [
             Send(identity, m.Welcome(self._epoch)),
             self._tell_targets(identity),
@@ -108,15 +106,15 @@ class Members:
         if not self.started or self._told_ready or not self._launcher or not self._base_url:
             return []
         self._told_ready = True
-        return [Send(self._launcher, m.Ready(self._epoch, self._base_url))]
+        assert self.registry.limits is not None
+        return [Send(self._launcher, m.Ready(self._epoch, self._base_url, self.registry.limits))]
 
     def _is_complete(self) -> bool:
-        alive = self.registry.alive()
-        if self.pools.complete(alive):
-            return True
-        # Some may have died with the one before: those that live are enough to go on with.
-        found_all = self._launcher is not None and not self.pools.awaited(alive)
-        return self._successor and found_all and bool(self.registry.takers("decode"))
+        if not self.registry.takers("decode"):
+            return False
+        # For a successor, who is back is enough to go on with: what was promised is known.
+        takes_over = self._successor and self._launcher is not None and self.registry.limits
+        return bool(takes_over) or self.pools.complete(self.registry.alive())
 
     # -- living -------------------------------------------------------------------------------
 
@@ -133,8 +131,7 @@ class Members:
         # A member may beat of the epoch before: it is in a long step, its Welcome waits.
         worker = self.registry.heard(heartbeat, now)
         if worker is None:
-            known = heartbeat.worker_id in self.registry.workers
-            return [ack] if heartbeat.epoch != self._epoch and not known else []
+            return self._heard_no_member(heartbeat, ack)
         worker.leaves_by_itself |= heartbeat.draining
         if heartbeat.draining and worker.state == "ready":
             log.info("%s was told to stop by somebody else", worker.worker_id)
@@ -142,6 +139,15 @@ class Members:
                 self.pools.leaves(launch, now)
             self._start_draining(worker, now)
         return [ack]
+
+    def _heard_no_member(self, heartbeat: m.Heartbeat, ack: Send) -> list[Action]:
+        """The dead are killed by the launcher; those that it doesn't run are told."""
+        dead = self.registry.workers.get(heartbeat.worker_id)
+        if dead is None:
+            return [ack] if heartbeat.epoch != self._epoch else []
+        if dead.launch_id in self.pools.launches:
+            return []
+        return self.reject(dead.identity, f"{dead.worker_id} was declared dead: {dead.death}")
 
     def bury(self, worker: Worker, reason: str, now: float, *, reaped: bool) -> list[Action]:
         """A worker is dead to us; its process, unless it was reaped, is killed by the launcher."""
@@ -156,10 +162,11 @@ class Members:
         return actions
 
     def _lost(self, launch: Launch, reason: str, now: float) -> None:
-        if launch.replaces is not None and not launch.stopping:
-            log.error("the rolling restart ends here: %s: %s", launch.launch_id, reason)
-            self._to_replace.clear()
+        ends_rolling = launch.replaces is not None and not launch.stopping
         self.pools.lost(launch, reason, now)
+        if ends_rolling:
+            log.error("the rolling restart ends here: %s: %s", launch.launch_id, reason)
+            self.rolling.end()
 
     def exited(
         self, identity: bytes, exited: m.ProcessExited, now: float
@@ -168,7 +175,7 @@ class Members:
 
         Only the launcher is believed.
         """
-        reason = f"its process (pid {exited.pid}) exited with code {exited.exit_code}"
+        reason = f"its process (pid {exited.pid}) {describe_exit(exited.exit_code)}"
         if identity != self._launcher:
             log.warning("dropped ProcessExited of %s: not from the launcher", exited.launch_id)
             return None, reason
@@ -176,8 +183,7 @@ class Members:
         worker = next((w for w in self.registry.alive() if w.launch_id == exited.launch_id), None)
         if launch is not None and not launch.stopping:
             if worker is None:
-                text = "%s exited with code %d before it was ready: %s"
-                log.warning(text, exited.launch_id, exited.exit_code, exited.last_lines)
+                log.warning("%s was not ready yet: %s", exited.launch_id, reason)
             self._lost(launch, reason, now)
         self.pools.exited(exited.launch_id, exited.last_lines)
         return worker, reason
@@ -197,8 +203,7 @@ class Members:
     def scale(self, prefill: int, decode: int, now: float) -> list[Action]:
         """Change the targets. Raises InvalidRequestError; then nothing has changed."""
         self.pools.retarget(prefill, decode)
-        while self._to_replace:
-            self.pools.keep_replacement(self._to_replace.pop())
+        self.rolling.end()
         actions = self._drain_surplus(now)
         if self._launcher is not None:
             actions.append(self._tell_targets(self._launcher))
@@ -213,20 +218,12 @@ class Members:
                 self._start_draining(extra, now)
         return actions
 
-    def restart(self, role: Role) -> list[str]:
-        """Replace every worker of a pool, one after the other; their worker_ids."""
-        replaced = [w.worker_id for w in self.registry.takers(role)]
-        self._to_replace += [one for one in replaced if one not in self._to_replace]
-        return replaced
-
     def settle(self, now: float) -> list[Action]:
         """What any event may have made due: restarts, and the next step of a rolling one."""
         actions: list[Action] = []
         for launch in self.pools.overdue(self.registry.alive(), now):
-            self.pools.lost(launch, "it did not come back to the new coordinator", now)
+            self._lost(launch, "it did not say Hello in time", now)
             actions += self._stop(launch, grace_s=0.0)
-        if not (self.started or self._successor):
-            return actions  # the launcher ends a start that fails
         actions += [*self._check_complete(), *self._start_missing(now)]
         if self.started and self._successor:  # it may have found a replacement beside the replaced
             self._successor = False
@@ -234,24 +231,13 @@ class Members:
         return [*actions, *self._replace_next(now)]
 
     def _replace_next(self, now: float) -> list[Action]:
-        """One at a time: the replacement starts first, and when it is ready the old one leaves."""
-        while self._to_replace and self._launcher is not None:
-            worker = self.registry.workers.get(self._to_replace[0])
-            if worker is None or worker.state == "dead":
-                self.pools.keep_replacement(self._to_replace.pop(0))
-                continue
-            if worker.state == "draining":
-                return []
-            launches = self.pools.launches.values()
-            launch = next((x for x in launches if x.replaces == worker.worker_id), None)
-            if launch is None:
-                launch = self.pools.start_replacement(worker)
-                return [Send(self._launcher, m.Start(launch.launch_id, launch.role))]
-            ready = {w.launch_id for w in self.registry.takers(worker.role)}
-            if launch.launch_id in ready:
-                launch.replaces = None
-                self._start_draining(worker, now)
+        if self._launcher is None:
             return []
+        match self.rolling.step(now):
+            case Launch(launch_id, role):
+                return [Send(self._launcher, m.Start(launch_id, role))]
+            case Worker() as worker:
+                self._start_draining(worker, now)
         return []
 
     def overdue(self, now: float) -> list[Worker]:

@@ -19,7 +19,10 @@ from splitserve.restarts import RestartPolicy
 from splitserve.wire.messages import Launched
 
 MAX_FAILED_SHOWN = 8
+MAX_STARTING = 16  # at once: a number that was a slip can still be taken back
 LEAVE_DELAY_S = 0.5
+# One that has loaded says Hello again between two steps.
+HELLO_AGAIN_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +48,10 @@ class Launch:
     role: Role
     order: int
     lineage: Lineage
-    stopping: bool = False  # it was told to stop, or is replaced
+    hello_by: float  # or it is killed and started again
+    is_planned: bool = False  # it takes the place of one that leaves, and is no news of a death
+    stopping: bool = False  # nobody waits for it any more: it leaves, or is dead
     replaces: str | None = None  # a worker_id: in a rolling restart
-    hello_by: float | None = None  # it ran before this coordinator did, and has to say Hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +60,25 @@ class Restart:
 
     due: float
     lineage: Lineage
+    is_planned: bool = False
 
 
 class Pools:
     """Owns the target counts, the launches, and the restarts to come."""
 
-    def __init__(self, num_prefill: int, num_decode: int, max_restarts: int = 5) -> None:
+    def __init__(
+        self,
+        num_prefill: int,
+        num_decode: int,
+        max_restarts: int = 5,
+        start_timeout_s: float = 600.0,
+    ) -> None:
         self.targets: dict[Role, int] = {"prefill": num_prefill, "decode": num_decode}
         self.launches: dict[str, Launch] = {}
         self.failed: list[Lineage] = []  # those with a failure, the latest last; to be shown
         self._given_up: list[Lineage] = []
         self._max_restarts = max_restarts
+        self._start_timeout_s = start_timeout_s
         self._restarts: list[Restart] = []
         self._num_launched: dict[Role, int] = {"prefill": 0, "decode": 0}
 
@@ -94,7 +106,8 @@ class Pools:
     def start_missing(self, workers: Iterable[Worker], now: float) -> list[Launch]:
         """New launches, so that with those under way every pool has its target."""
         known = list(workers)
-        started = []
+        started: list[Launch] = []
+        room = MAX_STARTING - len(self._awaited(known))
         for role in ROLES:
             given_up = sum(lineage.role == role for lineage in self._given_up)
             missing = self.targets[role] - len(self._present(role, known)) - given_up
@@ -104,14 +117,27 @@ class Pools:
             waiting = waiting[: max(0, missing)]
             for restart in [r for r in waiting if r.due <= now]:
                 self._restarts.remove(restart)
-                started.append(self._launch(restart.lineage))
-            for _ in range(missing - len(waiting)):
-                started.append(self._launch(self._lineage(role)))
+                started.append(self._launch(restart.lineage, now))
+                started[-1].is_planned = restart.is_planned
+            for _ in range(min(missing - len(waiting), room - len(started))):
+                started.append(self._launch(self._lineage(role), now))
         return started
 
-    def start_replacement(self, worker: Worker) -> Launch:
+    def is_coming(self, role: Role, workers: Iterable[Worker]) -> bool:
+        """Whether one that takes the place of one that leaves is not ready yet."""
+        said_hello = {w.launch_id for w in workers}
+        planned = [x for x in self.launches.values() if x.is_planned and not x.stopping]
+        under_way = any(x.role == role and x.launch_id not in said_hello for x in planned)
+        return under_way or any(r.is_planned and r.lineage.role == role for r in self._restarts)
+
+    def replacement_of(self, worker: Worker) -> Launch | None:
+        """What was started to take a worker's place in a rolling restart."""
+        launches = self.launches.values()
+        return next((x for x in launches if x.replaces == worker.worker_id), None)
+
+    def start_replacement(self, worker: Worker, now: float) -> Launch:
         """One launch over the target, which takes a worker's place once it is ready."""
-        launch = self._launch(self._lineage(worker.role))
+        launch = self._launch(self._lineage(worker.role), now)
         launch.replaces = worker.worker_id
         return launch
 
@@ -144,7 +170,8 @@ class Pools:
         if not launch.stopping:
             launch.stopping = True
             if not launch.replaces:
-                self._restarts.append(Restart(now + LEAVE_DELAY_S, launch.lineage))
+                restart = Restart(now + LEAVE_DELAY_S, launch.lineage, is_planned=True)
+                self._restarts.append(restart)
 
     def exited(self, launch_id: str, last_lines: str) -> None:
         """The launcher has reaped a process."""
@@ -162,35 +189,38 @@ class Pools:
             over += present[: max(0, len(present) - self.targets[role])]
         return over
 
-    def forget_unborn(self, workers: Iterable[Worker]) -> None:
-        """A new launcher came: what the old one was asked for and never said Hello is lost."""
-        born = {w.launch_id for w in workers}
-        self.launches = {k: v for k, v in self.launches.items() if k in born}
-
-    def adopt(self, launched: Iterable[Launched], hello_by: float) -> None:
-        """Processes that ran before this coordinator did."""
-        for one in launched:
+    def adopt(self, launched: Iterable[Launched], workers: Iterable[Worker], now: float) -> None:
+        """These are the processes that the launcher runs. Others are lost, unless they live."""
+        runs = {one.launch_id: one for one in launched}
+        here = {*runs, *(w.launch_id for w in workers)}
+        self.launches = {k: v for k, v in self.launches.items() if k in here}
+        for one in runs.values():
             if one.launch_id not in self.launches:
-                number = re.search(r"(?a)-(\d{1,9})$", one.launch_id)
-                order = int(number[1]) if number else self._num_launched[one.role]
-                launch = Launch(one.launch_id, one.role, order, self._lineage(one.role))
-                launch.hello_by = hello_by
-                self.launches[one.launch_id] = launch
-                self._num_launched[one.role] = max(self._num_launched[one.role], order + 1)
+                self._adopt(one, now)
+
+    def _adopt(self, one: Launched, now: float) -> None:
+        """It ran before this coordinator did."""
+        number = re.search(r"(?a)-(\d{1,9})$", one.launch_id)
+        order = int(number[1]) if number else self._num_launched[one.role]
+        self._num_launched[one.role] = max(self._num_launched[one.role], order + 1)
+        hello_by = now + max(HELLO_AGAIN_S, self._start_timeout_s - one.age_s)
+        launch = Launch(one.launch_id, one.role, order, self._lineage(one.role), hello_by)
+        launch.stopping = one.stopping
+        self.launches[one.launch_id] = launch
 
     def overdue(self, workers: Iterable[Worker], now: float) -> list[Launch]:
-        """Adopted processes that have not said Hello in time."""
-        return [x for x in self.awaited(workers) if x.hello_by is not None and x.hello_by <= now]
+        """Processes that have not said Hello in time."""
+        return [launch for launch in self._awaited(workers) if launch.hello_by <= now]
 
-    def awaited(self, workers: Iterable[Worker]) -> list[Launch]:
-        """Adopted processes that have not said Hello yet."""
+    def _awaited(self, workers: Iterable[Worker]) -> list[Launch]:
+        """Processes that have not said Hello yet."""
         born = {w.launch_id for w in workers}
-        adopted = [x for x in self.launches.values() if x.hello_by is not None and not x.stopping]
-        return [launch for launch in adopted if launch.launch_id not in born]
+        launches = self.launches.values()
+        return [x for x in launches if not x.stopping and x.launch_id not in born]
 
     def due(self, workers: Iterable[Worker], can_start: bool) -> float | None:
         """When `overdue` has something to do, or `start_missing`, if it can be asked."""
-        hellos = [x.hello_by for x in self.awaited(workers) if x.hello_by is not None]
+        hellos = [launch.hello_by for launch in self._awaited(workers)]
         restarts = [restart.due for restart in self._restarts] if can_start else []
         return min([*hellos, *restarts], default=None)
 
@@ -213,10 +243,11 @@ class Pools:
     def _lineage(self, role: Role) -> Lineage:
         return Lineage(role, RestartPolicy(self._max_restarts))
 
-    def _launch(self, lineage: Lineage) -> Launch:
+    def _launch(self, lineage: Lineage, now: float) -> Launch:
         role = lineage.role
         order = self._num_launched[role]
         self._num_launched[role] += 1
-        launch = Launch(f"{role}-{order}", role, order, lineage)
+        hello_by = now + self._start_timeout_s
+        launch = Launch(f"{role}-{order}", role, order, lineage, hello_by)
         self.launches[launch.launch_id] = launch
         return launch

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from coordinator.limits import Limits, limits_of
-from splitserve.config import Liveness, Role
+from splitserve.config import Liveness, Promises, Role
 from splitserve.wire.messages import Heartbeat, Hello, WorkerFacts, WorkerStats
 
 MAX_DEAD_SHOWN = 8
@@ -34,6 +34,7 @@ class Worker:
     told_to_stop: bool = False
     leaves_by_itself: bool = False  # somebody else told it to stop
     refuses: bool = False  # it turned work down; its next heartbeat says whether it drains
+    to_be_replaced: bool = False  # in a rolling restart: others are given work first
 
 
 class Registry:
@@ -42,10 +43,17 @@ class Registry:
     The first worker sets what the others must be like.
     """
 
-    def __init__(self, liveness: Liveness, model_max_len: int, tokenizer: str) -> None:
-        """`tokenizer` is the fingerprint of the coordinator's own tokenizer."""
+    def __init__(
+        self,
+        liveness: Liveness,
+        model_max_len: int,
+        tokenizer: str,
+        promises: Promises | None = None,
+    ) -> None:
+        """`tokenizer` is the fingerprint of the coordinator's own tokenizer; `promises` are those
+        of the coordinator before this one."""
         self.workers: dict[str, Worker] = {}
-        self.limits: Limits | None = None
+        self.limits = None if promises is None else Limits.of(promises)
         self._liveness = liveness
         self._model_max_len = model_max_len
         self._tokenizer = tokenizer
@@ -143,7 +151,7 @@ class Registry:
 
     def bury(self, worker: Worker, reason: str) -> None:
         """A worker is dead. The last few stay visible."""
-        worker.state, worker.death = "dead", reason
+        worker.state, worker.death, worker.stats = "dead", reason, WorkerStats()
         dead = [w for w in self.workers.values() if w.state == "dead"]
         for old in dead[: max(0, len(dead) - MAX_DEAD_SHOWN)]:
             del self.workers[old.worker_id]

@@ -1,27 +1,27 @@
 """The life of requests. Pure: what clients and workers say in, actions out, the clock an argument.
 
 waiting ─room─► at workers (tracked.Phase) ─all tokens─► Finish
-   ▲  └────────────── cancelled, deadline, out of attempts ──► Fail, Release to whoever has it
+   ▲  └────────────── cancelled, deadline, too many failures ► Fail, Release to whoever has it
    └── a worker died, refused, failed: the next attempt, behind what was delivered
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from coordinator import failures
 from coordinator.dispatcher import Dispatcher
 from coordinator.events import Action, ChoiceStopped, Deliver, Fail, Finish, NewRequest
 from coordinator.legs import Legs
 from coordinator.registry import Registry, Worker
-from coordinator.tracked import Leg, Tracked
+from coordinator.tracked import MAX_FAILURES, Leg, Tracked
 from coordinator.waiting import WaitingLine
-from splitserve.errors import RequestFailedError, SplitserveError, UnavailableError
+from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.wire import messages as m
 
 # A complete answer waits so long for the report on its transfer, if its client asked for timing.
 TIMING_WAIT_S = 0.25
-_STATUS_OF_STAGE = {"deadline": 504, "admission": 503}
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,16 @@ class Requests:
         registry: Registry,
         dispatcher: Dispatcher,
         line: WaitingLine,
+        somebody_decodes: Callable[[], bool],
     ) -> None:
+        """`somebody_decodes`, now or soon: else nobody waits for it."""
         self.line = line
         self.legs = Legs(epoch, registry, dispatcher, line)
         self.num_wasted_tokens = 0  # sampled for choices that had ended
         self.num_restarts = 0  # attempts that went on for one that was lost
         self._registry = registry
         self._dispatcher = dispatcher
+        self._somebody_decodes = somebody_decodes
         self._tracked: dict[str, Tracked] = {}
         self._num_accepted = 0
 
@@ -60,7 +63,7 @@ class Requests:
 
         Raises OverloadedError when there is no room in it, UnavailableError when nobody decodes.
         """
-        if not self._registry.takers("decode"):
+        if not self._somebody_decodes():
             raise UnavailableError("no decode worker is ready")
         self.line.check_room(len(requests))
         for request in requests:
@@ -91,18 +94,10 @@ class Requests:
         """End what is late; finish what has waited long enough for its timing."""
         actions: list[Action] = []
         for tracked in [t for t in self._tracked.values() if t.due() <= now]:
-            request = tracked.request
             if tracked.linger_until is not None:
                 actions += self._finish(tracked, now)
                 continue
-            served = any(leg.phases for leg in tracked.legs)
-            where = "being served" if served else "waiting for a worker"
-            error = RequestFailedError(
-                f"the request took longer than {request.timeout_s:g} s, it was {where}",
-                stage="deadline",
-                status=504,
-            )
-            actions += self.fail(request.request_id, error, now)
+            actions += self.fail(tracked.request.request_id, failures.too_late(tracked), now)
         return actions
 
     # -- workers ------------------------------------------------------------------------------
@@ -144,7 +139,7 @@ class Requests:
                 unknown[row.request_id, row.attempt] = None
                 continue
             leg.phases[worker.worker_id] = "decoding"
-            touched[leg.tracked.request.request_id] = leg.tracked
+            touched[leg.request_id] = leg.tracked
             actions += self._take_row(leg, row, now)
         for tracked in touched.values():
             actions += self._finish_if_complete(tracked, now)
@@ -157,36 +152,41 @@ class Requests:
             # A kept one waits for a Release, which may have crossed this.
             order = self.legs.forget_order(worker, message.request_id, message.attempt)
             return [order] if message.kept else []
-        request_id = leg.tracked.request.request_id
         if not message.kept:
             leg.phases.pop(worker.worker_id, None)
         if leg.is_decoding and leg.decode_worker_id != worker.worker_id:
             return self.legs.leave(leg, worker, now)  # the decode worker has all it needs
         if leg.tracked.complete:
             return self._finish(leg.tracked, now)
-        reason = f"{worker.worker_id} failed in stage {message.stage}: {message.reason}"
-        status = _STATUS_OF_STAGE.get(message.stage, 500)
-        error = RequestFailedError(reason, stage=message.stage, status=status)
         if not message.retriable:
-            return self.fail(request_id, error, now)
+            return self.fail(leg.request_id, failures.reported(worker, message), now)
+        return self._set_back(leg, worker, message, now)
+
+    def _set_back(self, leg: Leg, worker: Worker, message: m.Failed, now: float) -> list[Action]:
+        """An attempt has failed, and another may do better."""
+        error = failures.reported(worker, message)
         at_decoder = message.kept or worker.worker_id == leg.decode_worker_id
         culprit = leg.decode_worker_id if at_decoder else worker.worker_id
-        if message.stage == "admission" and (refuser := self._registry.workers.get(culprit or "")):
-            refuser.refuses = True  # asked again at once, it would use up all attempts
-        return self._go_on(leg, culprit, error, now)
+        if leg.retarget_came_late(worker.worker_id, message):
+            return self._go_on(leg, None, error, now, is_failure=False)
+        if message.stage == "admission" and culprit is not None:
+            return self._refused(leg, culprit, error, now)
+        hasty = message.kept and self._dispatcher.decoder_is_in_a_step(leg)
+        if hasty:
+            leg.patience *= 2
+        return self._go_on(leg, culprit, error, now, is_failure=not hasty)
 
     def worker_died(self, worker: Worker, reason: str, now: float) -> list[Action]:
         """Everything the worker held is lost."""
         self._dispatcher.forget(worker.worker_id)
         actions: list[Action] = []
         for leg in self.legs.at(worker):
-            stage: m.Stage = "prefill" if worker.worker_id == leg.prefill_worker_id else "decode"
-            text = f"{worker.role} worker {worker.worker_id} died: {reason}"
-            error = RequestFailedError(text, stage=stage, status=503)
-            actions += self._lose(leg, worker, error, now)
+            actions += self._lose(leg, worker, failures.died(worker, leg, reason), now)
         return actions
 
-    def _lose(self, leg: Leg, worker: Worker, error: SplitserveError, now: float) -> list[Action]:
+    def _lose(
+        self, leg: Leg, worker: Worker, error: SplitserveError, now: float, is_failure: bool = True
+    ) -> list[Action]:
         """What one worker has of a leg is lost, or has to be elsewhere."""
         if not self.legs.lives(leg):
             return []  # its request has ended with another leg
@@ -195,27 +195,26 @@ class Requests:
         released = self.legs.leave(leg, worker, now)
         if leg.is_decoding and worker.worker_id != leg.decode_worker_id:
             return released  # all is handed over
-        return [*released, *self._go_on(leg, worker.worker_id, error, now)]
+        return [*released, *self._go_on(leg, worker.worker_id, error, now, is_failure)]
 
     def not_sent(self, worker: Worker, message: object, now: float) -> list[Action]:
         """A worker's message queue is full. A Release is sent again when it speaks of its leg."""
         if not isinstance(message, m.Prefill | m.Retarget):
             return []
-        error = RequestFailedError(
-            f"the message queue of {worker.worker_id} is full", stage="admission", status=503
-        )
+        error = failures.queue_full(worker)
         actions: list[Action] = []
         for leg in self.legs.at(worker):
             if leg.leg_id == message.request_id and leg.attempt == message.attempt:
-                actions += self._go_on(leg, worker.worker_id, error, now)
+                actions += self._refused(leg, worker.worker_id, error, now)
         return actions
 
     def move_away(self, worker: Worker, now: float) -> list[Action]:
         """A draining worker has had its time: what it still has goes on elsewhere."""
-        text = f"{worker.worker_id} was stopped"
-        error = RequestFailedError(text, stage="internal", status=503)
-        legs = self.legs.at(worker)
-        return [action for leg in legs for action in self._lose(leg, worker, error, now)]
+        error = failures.stopped(worker)
+        actions: list[Action] = []
+        for leg in self.legs.at(worker):
+            actions += self._lose(leg, worker, error, now, is_failure=False)
+        return actions
 
     # -- routing ------------------------------------------------------------------------------
 
@@ -223,8 +222,8 @@ class Requests:
         """Send waiting legs to workers with room, in order; nobody passes the first."""
         actions: list[Action] = []
         while (leg := self.line.first()) is not None:
-            if not self._registry.takers("decode"):
-                actions += self.fail(leg.tracked.request.request_id, _nobody_left(leg), now)
+            if not self._somebody_decodes():
+                actions += self.fail(leg.request_id, failures.nobody_left(leg), now)
                 continue
             send = self.legs.place_next(now)
             if send is None:
@@ -232,12 +231,29 @@ class Requests:
             actions.append(send)
         return actions
 
-    def _go_on(
-        self, leg: Leg, culprit: str | None, error: SplitserveError, now: float
+    def _refused(
+        self, leg: Leg, refuser_id: str, error: SplitserveError, now: float
     ) -> list[Action]:
-        """The next attempt of a leg, elsewhere if that can be; without one left, the error."""
-        if not leg.has_attempts_left:
-            return self.fail(leg.tracked.request.request_id, error, now)
+        """A worker does not take a leg. It is asked again, but not before its next heartbeat.
+
+        Its first refusal is no failure: it may be leaving. Later ones are, so that this ends.
+        """
+        if refuser := self._registry.workers.get(refuser_id):
+            refuser.refuses = True
+        return self._go_on(leg, refuser_id, error, now, is_failure=refuser_id in leg.failed_at)
+
+    def _go_on(
+        self,
+        leg: Leg,
+        culprit: str | None,
+        error: SplitserveError,
+        now: float,
+        is_failure: bool = True,
+    ) -> list[Action]:
+        """The next attempt, elsewhere if that can be; after too many failures, the error."""
+        leg.num_failures += is_failure
+        if leg.num_failures >= MAX_FAILURES:
+            return self.fail(leg.request_id, error, now)
         if culprit is not None:
             leg.failed_at.add(culprit)
         leg.lost_to = str(error)
@@ -253,8 +269,8 @@ class Requests:
         tracked = leg.tracked
         order = tracked.choices[row.choice_id]
         tokens, finish = order.take(row)
-        if leg.all_sampled:
-            leg.phases.pop(leg.decode_worker_id or "", None)
+        if leg.all_sampled and leg.is_decoding:  # else it may hold a hand-off that ends unsaid
+            del leg.phases[leg.decode_worker_id or ""]
         if row.choice_id in tracked.stopped:
             self.num_wasted_tokens += len(tokens)
             return []
@@ -282,10 +298,3 @@ class Requests:
         """Forget a request, here and at every worker that still has it."""
         del self._tracked[tracked.request.request_id]
         return [action for leg in list(tracked.legs) for action in self.legs.drop(leg, now)]
-
-
-def _nobody_left(leg: Leg) -> SplitserveError:
-    if not leg.lost_to:
-        return UnavailableError("no decode worker is left")
-    text = f"{leg.lost_to}; no decode worker is left to go on"
-    return RequestFailedError(text, stage="decode", status=503)

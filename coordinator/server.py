@@ -125,7 +125,9 @@ def make_service(config: CoordinatorConfig) -> Service:
         request_timeout_s=config.request_timeout_s,
         drain_grace_s=config.drain_grace_s,
         max_restarts=config.max_restarts,
+        start_timeout_s=config.start_timeout_s,
         successor=config.successor,
+        promises=config.promises,
         cluster_token=config.cluster_token,
         liveness=config.liveness,
     )

@@ -21,7 +21,7 @@ from coordinator.registry import Registry, Worker
 from coordinator.requests import Requests
 from coordinator.router import Policy, Router
 from coordinator.waiting import WaitingLine
-from splitserve.config import Liveness, Role
+from splitserve.config import Liveness, Promises, Role
 from splitserve.errors import RequestFailedError, UnavailableError
 from splitserve.logs import LimitedLog
 from splitserve.wire import messages as m
@@ -43,7 +43,9 @@ class Settings:
     request_timeout_s: float = 600.0
     drain_grace_s: float = 30.0
     max_restarts: int = 5
+    start_timeout_s: float = 600.0
     successor: bool = False
+    promises: Promises | None = None  # of the coordinator before
     cluster_token: str = ""
     liveness: Liveness = Liveness()  # noqa: RUF009 (frozen)
 
@@ -54,9 +56,17 @@ class State:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.registry = Registry(
-            settings.liveness, settings.model_max_len, settings.tokenizer_fingerprint
+            settings.liveness,
+            settings.model_max_len,
+            settings.tokenizer_fingerprint,
+            settings.promises,
         )
-        self.pools = Pools(settings.num_prefill, settings.num_decode, settings.max_restarts)
+        self.pools = Pools(
+            settings.num_prefill,
+            settings.num_decode,
+            settings.max_restarts,
+            settings.start_timeout_s,
+        )
         self.members = Members(
             settings.epoch,
             self.registry,
@@ -71,7 +81,11 @@ class State:
             settings.liveness.stall_timeout_s,
         )
         self.requests = Requests(
-            settings.epoch, self.registry, self.dispatcher, WaitingLine(settings.max_queue)
+            settings.epoch,
+            self.registry,
+            self.dispatcher,
+            WaitingLine(settings.max_queue),
+            self._somebody_decodes,
         )
         self.shutting_down = False
 
@@ -110,7 +124,7 @@ class State:
         """
         if self.shutting_down:
             raise UnavailableError("the cluster is shutting down")
-        replaced = self.members.restart(role)
+        replaced = self.members.rolling.begin(role)
         return replaced, self._settle(now)
 
     @property
@@ -144,6 +158,11 @@ class State:
         """When TimePassed has something to do."""
         dues = [self.requests.due(), self.members.due()]
         return min((due for due in dues if due is not None), default=None)
+
+    def _somebody_decodes(self) -> bool:
+        """Now, or as soon as the replacement of one that leaves is ready."""
+        coming = self.pools.is_coming("decode", self.registry.alive())
+        return bool(self.registry.takers("decode")) or coming
 
     def _settle(self, now: float) -> list[Action]:
         """What any event may have made due."""

@@ -24,8 +24,11 @@ from typing import Literal
 from coordinator.events import NewRequest
 from coordinator.token_order import TokenOrder
 from splitserve.timeline import Timeline
+from splitserve.wire import messages as m
 
-MAX_ATTEMPTS = 6  # of one leg
+# Of one leg. Attempts have no bound of their own. Each follows a failure, a worker's departure
+# (it makes one), a worker's first refusal, or a step that was longer than its patience.
+MAX_FAILURES = 6
 Phase = Literal["prefilling", "transferring", "awaiting", "decoding"]
 
 
@@ -88,7 +91,13 @@ class Leg:
     prefill_worker_id: str | None = None
     decode_worker_id: str | None = None
     failed_at: set[str] = field(default_factory=set)  # workers that others are preferred to
+    num_failures: int = 0  # of the attempts before this one
+    patience: int = 1  # how many stall timeouts its hand-off is given
     lost_to: str = ""  # why the attempt before this one ended
+
+    @property
+    def request_id(self) -> str:
+        return self.tracked.request.request_id
 
     @property
     def num_choices(self) -> int:
@@ -114,9 +123,10 @@ class Leg:
         first = len(self.token_ids) - len(self.tracked.request.token_ids) + 1
         return all(len(self.tracked.delivered[i]) <= first for i in self.choice_ids)
 
-    @property
-    def has_attempts_left(self) -> bool:
-        return self.attempt + 1 < MAX_ATTEMPTS
+    def retarget_came_late(self, worker_id: str, message: m.Failed) -> bool:
+        """Whether a prefill worker only says that it had handed all over before a Retarget came."""
+        is_its = worker_id == self.prefill_worker_id and self.attempt > self.computed_from
+        return is_its and message.stage == "transfer" and not message.kept
 
     def next_attempts(self) -> list[Leg]:
         """The legs that go on for this one, where the client is; nobody has anything of them yet.
@@ -145,6 +155,8 @@ class Leg:
             attempt,
             computed_from=attempt,
             failed_at=set(self.failed_at),
+            num_failures=self.num_failures,
+            patience=self.patience,
             lost_to=self.lost_to,
         )
 

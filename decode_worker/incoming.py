@@ -127,11 +127,13 @@ class Incoming:
         if self.commit is not None:
             self.asks_at = now + min(LATE_FRAME_S, stall_s / 2)
 
-    def ask_again(self, missing: tuple[m.Region, ...], now: float) -> m.Incomplete:
+    def ask_again(
+        self, missing: tuple[m.Region, ...], max_step_s: float, now: float
+    ) -> m.Incomplete:
         """What is missing is to be sent once more, with another Commit behind it."""
         self.resent, self.spoilt = True, False
         self.commit, self.asks_at = None, float("inf")
-        self.expect_kv(now)
+        self.expect_compute(max_step_s, now)  # the peer hears it between two steps
         return m.Incomplete(*self.request.key, epoch=self.request.epoch, missing=missing)
 
     def expect_compute(self, max_step_s: float, now: float) -> None:

@@ -9,7 +9,7 @@
 There is one attempt at a request at a time: whoever adds one has ended the ones before it.
 
 A transfer stalls when KV is due and doesn't come. None is due while the peer computes: after the
-Grant, and after each Computing, it may be in a step that lasts as long as a step may.
+Grant, an Incomplete and each Computing it may be in a step that lasts as long as a step may.
 
 A prompt that this worker computes itself waits in the same line and begins when it has room.
 The line is served in order, but a few younger prompts may pass one that does not fit; then freed
@@ -235,7 +235,8 @@ class Intake:
         if incoming.resent:
             return self._fail(incoming, "transfer", "KV was incomplete twice", retriable=True)
         missing = incoming.coverage.missing(self._whole(incoming.request))
-        return [Reply(incoming.sender.peer, incoming.ask_again(missing, now))]
+        again = incoming.ask_again(missing, self.limits.max_step_s, now)
+        return [Reply(incoming.sender.peer, again)]
 
     def _admit_one(self, incoming: Incoming, needed: int, now: float) -> list[Action]:
         request = incoming.request

@@ -70,7 +70,7 @@ class DecodeWorker:
         self._answers = Answers(self.scheduler, runner, runner.layout.block_size, clock)
         self._prompts = self._answers.prompts
         self._moved = False  # the last turn computed something
-        self._draining = Draining()
+        self._draining = Draining(membership.drain_grace_s)
         self.reception = Reception(
             self.intake, self.scheduler, self._prompts, self._draining, self._here()
         )

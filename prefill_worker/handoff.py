@@ -208,8 +208,28 @@ class Handoff:
         if self.first_tokens is not None:
             self.first_tokens = tuple(replace(row, attempt=attempt) for row in self.first_tokens)
 
+    def handed_over(self, num_kv_bytes: int, transfer_s: float) -> m.HandedOver:
+        request = self.request
+        return m.HandedOver(*request.key, request.epoch, num_kv_bytes, transfer_s)
+
     def failed(
         self, stage: m.Stage, reason: str, retriable: bool = True, kept: bool = False
     ) -> m.Failed:
         request = self.request
         return m.Failed(*request.key, request.epoch, stage, reason, retriable, kept)
+
+
+def answer_to_stray(
+    here: Handoff | None, peer: str, message: m.PrefillToDecode | m.DecodeToPrefill
+) -> list[Action]:
+    """Tell a decode worker that waits for more of an attempt that is over: an Abort was lost.
+
+    `here` is what is left of the request. Not for an attempt that is still to be opened.
+    """
+    if not isinstance(message, m.Grant | m.Queued | m.Incomplete):
+        return []  # it holds nothing, or goes on by itself
+    if here is not None:
+        current = here.request.key.attempt
+        if message.attempt > current or (message.attempt == current and here.state != "unplaced"):
+            return []
+    return [Send(peer, m.Abort(message.request_id, message.attempt, message.epoch))]

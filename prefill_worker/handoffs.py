@@ -20,6 +20,7 @@ from prefill_worker.handoff import (
     Send,
     SendFrame,
     Target,
+    answer_to_stray,
 )
 from splitserve.config import KVLayout
 from splitserve.scheduling.sequence import Request, RequestKey
@@ -106,14 +107,17 @@ class Handoffs:
             handoff.first_tokens = tuple(unfinished)
             handoff.heard_at = now
             return []
-        report = m.HandedOver(*key, handoff.request.epoch, num_kv_bytes=0, transfer_s=0.0)
-        return self._end(handoff, report)
+        return self._end(handoff, handoff.handed_over(num_kv_bytes=0, transfer_s=0.0))
 
-    def handle(self, message: m.PrefillToDecode | m.DecodeToPrefill, now: float) -> list[Action]:
-        """An answer of the decode worker. About an attempt that is not open any more: nothing."""
+    def handle(
+        self, peer: str, message: m.PrefillToDecode | m.DecodeToPrefill, now: float
+    ) -> list[Action]:
+        """An answer of a decode worker."""
         handoff = self._open_one(RequestKey(message.request_id, message.attempt))
         if handoff is None:
-            return []
+            if peer not in self._endpoints.values():
+                return []  # it is dead: no new connection to it
+            return answer_to_stray(self._handoffs.get(message.request_id), peer, message)
         handoff.heard_at = now
         if handoff.is_beyond(message, self._layout):
             reason = f"the {type(message).__name__} of the decode worker makes no sense"
@@ -269,8 +273,7 @@ class Handoffs:
         key = handoff.request.key
         del self._handoffs[key.request_id]
         transfer_s = now - handoff.granted_at
-        report = m.HandedOver(*key, handoff.request.epoch, handoff.num_kv_bytes, transfer_s)
-        return [Finish(key, report)]
+        return [Finish(key, handoff.handed_over(handoff.num_kv_bytes, transfer_s))]
 
     def _disconnect_unused(self) -> list[Action]:
         """A new coordinator never says which decode workers died under the one before."""

@@ -73,7 +73,7 @@ class PrefillWorker:
         self._membership = membership
         self._clock = clock
         self._prompts = PromptClock()
-        self._draining = Draining()
+        self._draining = Draining(membership.drain_grace_s)
         self._num_tokens = 0
         self._num_kv_bytes = 0
         self._num_steps = 0
@@ -101,8 +101,8 @@ class PrefillWorker:
         match event:
             case ControlReceived(message):
                 self._take_control(message, now)
-            case DataReceived(_, message):
-                self.act(self.handoffs.handle(message, now))
+            case DataReceived(peer, message):
+                self.act(self.handoffs.handle(peer, message, now))
             case SendFailed(peer, message):
                 self._send_failed(peer, message)
             case TerminationRequested():

@@ -101,6 +101,17 @@ class Liveness:
 
 
 @dataclass(frozen=True, slots=True)
+class Promises:
+    """What every worker of a cluster can serve by itself. Numbers of tokens unless said."""
+
+    max_prompt_tokens: int  # of the smallest prefill worker
+    max_total_tokens: int  # prompt and answer, of the smallest decode worker and the model
+    max_choices: int  # choices of one prompt
+    num_decode_blocks: int  # blocks
+    block_size: int  # tokens in a block
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """What `python -m prefill_worker` or `python -m decode_worker` is told."""
 
@@ -115,6 +126,7 @@ class WorkerConfig:
     liveness: Liveness = field(default_factory=Liveness)
     keys: CurveKeys | None = None  # None: plain sockets, loopback only
     cluster_token: str = ""  # goes into Hello
+    drain_grace_s: float = 30.0  # how long a worker that leaves may keep its streams
     parent_pid: int | None = None  # exit when this process is gone
     log_level: str = "info"
 
@@ -142,6 +154,9 @@ class CoordinatorConfig:
     keys: CurveKeys | None = None
     cluster_token: str = ""  # whoever says Hello must know it; empty: anybody may
     successor: bool = False  # it replaces one that died: workers of that one will say Hello
+    promises: Promises | None = None  # of the one that died
+    previous_end: str = ""  # how that was
+    start_timeout_s: float = 600.0  # for a worker to be ready
     max_restarts: int = 5  # of one worker, in 5 minutes
     drain_grace_s: float = 30.0  # how long a worker that leaves may keep its streams
     parent_pid: int | None = None

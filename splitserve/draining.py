@@ -8,13 +8,15 @@ Whoever drains takes nothing new. A Drain without a SIGTERM before it is the sam
 
 from __future__ import annotations
 
-DRAIN_LIMIT_S = 60.0  # after SIGTERM, when no Drain says otherwise
+DRAIN_MARGIN_S = 30.0  # behind the grace of the cluster, when no Drain comes
 
 
 class Draining:
     """Owns whether this worker drains, and by when it is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = 30.0) -> None:
+        """`grace_s` is how long a worker that leaves may keep its streams."""
+        self._limit_s = grace_s + DRAIN_MARGIN_S
         self.started = False
         self.due = float("inf")
         self._nothing_more_comes = False
@@ -23,7 +25,7 @@ class Draining:
         """SIGTERM: finish what is here, and what was sent here before the coordinator knew."""
         if not self.started:
             self.started = True
-            self.due = now + DRAIN_LIMIT_S
+            self.due = now + self._limit_s
 
     def told(self, deadline_s: float, now: float) -> None:
         """Drain: the coordinator sends nothing any more."""

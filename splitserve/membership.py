@@ -50,6 +50,7 @@ class Membership:
     def __init__(self, config: WorkerConfig, channel: Channel, worker_id: str) -> None:
         self.worker_id = worker_id
         self.epoch = ""
+        self.drain_grace_s = config.drain_grace_s
         self._config = config
         self._channel = channel
         self._behind_welcome: list[object] = []  # what came with it, for the loop
@@ -79,7 +80,13 @@ class Membership:
         self._hello = dataclasses.replace(self._hello, endpoints=endpoints, facts=facts)
         self.epoch = self._wait_for_welcome()
         self._heartbeat.start(self.epoch)
-        log.info("joined epoch %s", self.epoch)
+        num_blocks = facts.num_blocks
+        self._heartbeat.publish(
+            m.WorkerStats(num_blocks_total=num_blocks, num_blocks_free=num_blocks)
+        )
+        size = f"{num_blocks} blocks of {facts.layout.block_size} tokens in {facts.layout.dtype}"
+        text = "joined epoch %s with %s, %d threads on %s"
+        log.info(text, self.epoch, size, facts.num_threads, facts.device)
 
     def rejoin(self, held: tuple[m.Held, ...]) -> None:
         """After EpochChanged: say Hello again, with all that this worker holds.

@@ -159,7 +159,7 @@ def _from_file(file: Mapping[str, Any]) -> dict[str, Any]:
         flag = by_path.get(path)
         name = ".".join(path)
         if flag is None:
-            names = [".".join(known) for known in by_path]
+            names = {".".join(known[:depth]) for known in by_path for depth in (1, len(known))}
             raise ConfigError(f"unknown key {name!r} in the config file{closest(name, names)}")
         found[flag.key] = None if raw is None else convert(flag, raw, f"{name} (config file)")
     return {key: value for key, value in found.items() if value is not None}

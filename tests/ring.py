@@ -56,8 +56,9 @@ class Ring:
         return runner
 
     def start_slow_prefill(self, name: str = "prefill") -> FakeRunner:
-        """A step of it takes four tokens and 20 ms, until it is told to hurry."""
+        """A step of it takes four tokens and 100 ms, until it is told to hurry."""
         runner = self.start_prefill(name, max_num_batched_tokens=4)
+        runner.step_s = 0.1
         runner.at_full_speed.clear()
         return runner
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from splitserve.settings import RaySettings
 
-_ONE_WAIT_S = 3600.0  # one wait of an endless series
+_ONE_WAIT_S = 2.0  # between two looks at whether it is still up
 
 
 @with_flags
@@ -45,6 +45,7 @@ def up(
         base_url = ray_cluster.up(settings)
     print(f"ready: {settings.model} at {base_url}", flush=True)
     if settings.ray.address == "local":
+        print("Ctrl-C ends it, and its Ray", file=sys.stderr, flush=True)
         _stay(ray_cluster, settings.ray)
 
 
@@ -74,11 +75,11 @@ def _ray_cluster() -> ModuleType:
 
 
 def _stay(ray_cluster: ModuleType, settings: RaySettings) -> None:
-    """Keep this process, and with it the Ray it started, until a signal."""
+    """Keep this process, and with it the Ray it started, until a signal or a `down`."""
     from splitserve.process import on_signals
 
     told = threading.Event()
     with on_signals(lambda _number: told.set()):
-        while not told.wait(_ONE_WAIT_S):
-            pass
-        ray_cluster.down(settings)
+        while ray_cluster.is_up(settings):
+            if told.wait(_ONE_WAIT_S):
+                ray_cluster.down(settings)

@@ -88,6 +88,9 @@ def status(
     workers = cluster["workers"]
     listed = [one for one in workers if show_all or one["state"] != "dead"]
     console.print(worker_table(listed))
+    if previous_end := cluster["coordinator"].get("previous_end"):
+        text = f"the coordinator was started again; the one before: {previous_end}"
+        console.print(text, markup=False, soft_wrap=True)
     for failure in cluster["failures"]:
         console.print(failure_text(failure), markup=False, soft_wrap=True)
     if num_dead := len(workers) - len(listed):
@@ -110,8 +113,9 @@ def failure_text(failure: dict[str, Any]) -> str:
     times = "once" if failure["num_failures"] == 1 else f"{failure['num_failures']} times"
     then = "given up" if failure["given_up"] else "started again"
     text = f"{failure['role']}: died {times}, {then}; first {failure['launch_id']}: "
-    lines = "".join(f"\n    {line}" for line in failure["last_lines"].splitlines())
-    return f"{text}{failure['reason']}{lines}"
+    ended_itself = "exited with code" in failure["reason"]  # else its last lines tell nothing
+    lines = failure["last_lines"].splitlines() if ended_itself else []
+    return "".join([text, failure["reason"], *(f"\n    {line}" for line in lines)])
 
 
 def worker_table(workers: list[dict[str, Any]]) -> Table:

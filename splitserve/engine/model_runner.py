@@ -47,8 +47,8 @@ class ModelRunner:
         if device != "cpu":
             raise ConfigError(f"device {device!r} is not supported; only cpu is")
         directory = Path(config.model)
-        model, source = read_config(directory)
-        resolved = resolve(config, model, source)
+        model, rope_config = read_config(directory)
+        resolved = resolve(config, model, rope_config)
         assert resolved.num_threads and resolved.num_blocks and resolved.max_model_len
         torch.set_num_threads(resolved.num_threads)
         dtype = DTYPES[resolved.dtype]
@@ -56,7 +56,7 @@ class ModelRunner:
             model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5
         )
         attention = make_attention(resolved.attention_backend, shape, dtype)
-        rope = Rope(source, model.head_dim, resolved.max_model_len)
+        rope = Rope(rope_config, model.head_dim, resolved.max_model_len)
         with torch.inference_mode():
             decoder = load_decoder(directory, model, rope, attention, dtype)
         cache = KVCache(layout_of(resolved, model), resolved.num_blocks)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PretrainedConfig
 
 from splitserve.config import EngineConfig, KVLayout
-from splitserve.engine.models.config import ModelConfig
+from splitserve.engine.models.config import ModelConfig, RopeConfig
 from splitserve.engine.models.rope import longest_context
 from splitserve.errors import ConfigError
 
@@ -25,12 +24,12 @@ _NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def resolve(config: EngineConfig, model: ModelConfig, source: PretrainedConfig) -> EngineConfig:
+def resolve(config: EngineConfig, model: ModelConfig, rope: RopeConfig) -> EngineConfig:
     """The config with nothing left open, for a CPU. Raises ConfigError naming key and limit."""
     resolved = dataclasses.replace(
         config,
         dtype=resolve_dtype(config.dtype),
-        max_model_len=_max_model_len(config.max_model_len, model, source),
+        max_model_len=_max_model_len(config.max_model_len, model, rope),
         num_threads=config.num_threads or num_cores(),
         max_num_batched_tokens=config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         attention_backend="cpu" if config.attention_backend == "auto" else config.attention_backend,
@@ -88,9 +87,9 @@ def free_memory_bytes() -> int:
     return free
 
 
-def _max_model_len(asked: int | None, model: ModelConfig, source: PretrainedConfig) -> int:
+def _max_model_len(asked: int | None, model: ModelConfig, rope: RopeConfig) -> int:
     length = model.max_positions if asked is None else asked
-    limit = longest_context(source, model.max_positions)
+    limit = longest_context(rope, model.max_positions)
     if not 1 <= length <= limit:
         raise ConfigError(f"max_model_len {length} is not between 1 and the model's {limit}")
     if model.window is not None and length > model.window:

@@ -1,7 +1,8 @@
 """The coordinator as its launcher sees it: started, heard, found dead, started again.
 
     start ─CoordinatorUp─► Hello ─Welcome─► beats, answered ──► (its process ends) ─► wait ─► start
-                                              └ unanswered ──► SIGKILL ───▲
+                             ▲                └ unanswered ──► SIGKILL ───▲
+                             └── for a while ───┘
 
 Until the cluster was ready once, the end of the coordinator is the end of the cluster.
 """
@@ -48,7 +49,9 @@ class CoordinatorLife:
         settings: ServeSettings,
         keys: CurveKeys | None,
         cluster_token: str,
+        launches: Callable[[], tuple[m.Launched, ...]],
     ) -> None:
+        """`launches` are the workers that run here."""
         self.control_endpoint: str | None = None
         self.ready: m.Ready | None = None  # what it said first when all was up
         self._spawner = spawner
@@ -56,6 +59,7 @@ class CoordinatorLife:
         self._liveness = settings.liveness
         self._keys = keys
         self._cluster_token = cluster_token
+        self._launches = launches
         self._comeback_timeout_s = min(settings.start_timeout_s, COMEBACK_TIMEOUT_S)
         self._targets = m.Targets(settings.prefill.num_workers, settings.decode.num_workers)
         self._restarts = RestartPolicy(settings.max_restarts)
@@ -80,20 +84,12 @@ class CoordinatorLife:
         """Start the first one. Raises LaunchError."""
         self._spawner.start_coordinator(self._inbox, None)
 
-    def came_up(self, control_endpoint: str, launches: tuple[m.Launched, ...]) -> None:
+    def came_up(self, control_endpoint: str) -> None:
         """It has bound its control socket: say Hello, and which workers run here."""
         self.control_endpoint = control_endpoint
         self._close_link()
-        hello = m.Hello(
-            self._worker_id,
-            "launcher",
-            self._worker_id,
-            os.getpid(),
-            socket.gethostname(),
-            launches=launches,
-            cluster_token=self._cluster_token,
-        )
-        self._link = _Link(control_endpoint, hello, self._keys)
+        self._link = _Link(control_endpoint, self._worker_id, self._keys)
+        self._say_hello()
         if self.ready is not None:
             self._timer = (time.monotonic() + WELCOME_TIMEOUT_S, self._never_came_up)
 
@@ -168,8 +164,23 @@ class CoordinatorLife:
             self._kill(f"has not answered for {silence_s:g} s")
             return
         self._num_unanswered += 1
-        self.send(m.Heartbeat(self._worker_id, self._epoch, 0.0, m.WorkerStats()))
+        if 2 * silence_s >= self._liveness.heartbeat_timeout_s:
+            self._say_hello()  # after a pause of ours it may take us for gone
+        else:
+            self.send(m.Heartbeat(self._worker_id, self._epoch, 0.0, m.WorkerStats()))
         self._timer = (now + interval_s, self._beat)
+
+    def _say_hello(self) -> None:
+        hello = m.Hello(
+            self._worker_id,
+            "launcher",
+            self._worker_id,
+            os.getpid(),
+            socket.gethostname(),
+            launches=self._launches(),
+            cluster_token=self._cluster_token,
+        )
+        self.send(hello)
 
     def _start_again(self, now: float) -> None:
         try:
@@ -199,7 +210,9 @@ class CoordinatorLife:
         assert self.ready is not None and self.control_endpoint is not None
         ports = urlsplit(self.ready.base_url).port, urlsplit(self.control_endpoint).port
         assert ports[0] is not None and ports[1] is not None
-        return Comeback(ports[0], ports[1], self._targets.prefill, self._targets.decode)
+        targets = self._targets
+        wanted = targets.prefill, targets.decode
+        return Comeback(ports[0], ports[1], *wanted, self.ready.promises, str(self._first_exit))
 
     def _close_link(self) -> None:
         if self._link is not None:
@@ -210,11 +223,10 @@ class CoordinatorLife:
 class _Link:
     """The launcher's end of the control channel to one coordinator."""
 
-    def __init__(self, endpoint: str, hello: m.Hello, keys: CurveKeys | None) -> None:
+    def __init__(self, endpoint: str, worker_id: str, keys: CurveKeys | None) -> None:
         self._context = zmq.Context()
-        self.socket = dealer(self._context, endpoint, hello.worker_id.encode(), keys)
+        self.socket = dealer(self._context, endpoint, worker_id.encode(), keys)
         self._decoder = decoder_for(m.ToLauncher)
-        self.send(hello)
 
     def send(self, message: m.ToCoordinator) -> None:
         try:

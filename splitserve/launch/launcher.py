@@ -53,10 +53,13 @@ class Launcher:
         self._start_timeout_s = settings.start_timeout_s
         self._stop_grace_s = settings.stop_grace_s
         self._inbox = Inbox()
-        self._coordinator = CoordinatorLife(spawner, self._inbox, settings, keys, cluster_token)
+        self._coordinator = CoordinatorLife(
+            spawner, self._inbox, settings, keys, cluster_token, self._launches
+        )
         self._places: dict[str, WorkerPlace] = {}  # workers not yet seen to exit
+        self._started_at: dict[str, float] = {}
+        self._to_start: dict[str, m.Start] = {}  # one a turn, so that there is time for news
         self._stopping: set[str] = set()  # those we were told to stop
-        self._held_back: dict[str, m.Start] = {}  # until the process of the same name has ended
         self._ready: m.Ready | None = None
         self._failure: LaunchError | None = None
         self._stop = False
@@ -140,6 +143,8 @@ class Launcher:
                 self._on_message(message)
             for event in self._inbox.take():
                 self._on_event(event)
+            if self._to_start and not self._stop:
+                self._start_worker(self._to_start.pop(next(iter(self._to_start))))
             now = time.monotonic()
             if not self._stop:
                 self._coordinator.turn(now)
@@ -155,6 +160,7 @@ class Launcher:
             poller.register(self._coordinator.socket, zmq.POLLIN)
         times = [t for t in (ready_by, self._coordinator.due_at) if t is not None]
         timeout_s = min(times) - time.monotonic() if times else None
+        timeout_s = 0.0 if self._to_start else timeout_s
         poller.poll(None if timeout_s is None else max(int(timeout_s * 1000) + 1, 0))
 
     def _on_event(self, event: Event) -> None:
@@ -162,11 +168,11 @@ class Launcher:
             case StopRequested():
                 self._stop = True
             case CoordinatorUp(control_endpoint):
-                self._coordinator.came_up(control_endpoint, self._launches())
+                self._coordinator.came_up(control_endpoint)
             case Exited() if self._stop:
                 log.debug("%s", event)
             case Exited(launch_id=launch_id) if launch_id == COORDINATOR:
-                self._held_back.clear()
+                self._to_start.clear()
                 self._coordinator.exited(event)
             case Exited():
                 self._on_exit(event)
@@ -175,13 +181,13 @@ class Launcher:
         expected = exited.launch_id in self._stopping
         self._stopping.discard(exited.launch_id)
         self._places.pop(exited.launch_id, None)
+        self._started_at.pop(exited.launch_id, None)
         if self._ready is None and not expected:
             raise LaunchError(str(exited))
-        if not expected:
+        if not expected and exited.exit_code == 0:
+            log.info("%s has left", exited.launch_id)
+        elif not expected:
             log.warning("%s", exited)
-        if (successor := self._held_back.pop(exited.launch_id, None)) is not None:
-            self._start_worker(successor)
-            return
         known = self._coordinator.send(
             m.ProcessExited(exited.launch_id, exited.pid, exited.exit_code, exited.last_lines)
         )
@@ -192,9 +198,10 @@ class Launcher:
         self._coordinator.take(message)
         match message:
             case m.Start():
-                self._start_worker(message)
+                self._to_start[message.launch_id] = message
+            case m.Stop() if self._to_start.pop(message.launch_id, None):
+                self._coordinator.send(m.ProcessExited(message.launch_id, 0, 0, ""))
             case m.Stop() if message.launch_id in self._places:
-                self._held_back.pop(message.launch_id, None)
                 self._stopping.add(message.launch_id)
                 self._spawner.stop(message.launch_id, message.grace_s)
             case m.Stop():
@@ -208,16 +215,13 @@ class Launcher:
 
     def _start_worker(self, message: m.Start) -> None:
         launch_id = message.launch_id
-        if launch_id in self._stopping:
-            # A coordinator that came back counts anew, and doesn't know what still leaves here.
-            self._held_back[launch_id] = message
-            return
         if launch_id in self._places:
             return
         endpoint = self._coordinator.control_endpoint
         assert endpoint is not None
         place = WorkerPlace(message.role, launch_id, self._free_slot(message.role))
         self._places[launch_id] = place
+        self._started_at[launch_id] = time.monotonic()
         try:
             self._spawner.start(place, endpoint)
         except LaunchError as error:
@@ -228,11 +232,11 @@ class Launcher:
         return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
     def _launches(self) -> tuple[m.Launched, ...]:
-        """The workers that run here and are to stay."""
+        """The workers that run here."""
+        now = time.monotonic()
         return tuple(
-            m.Launched(place.launch_id, place.role)
-            for place in self._places.values()
-            if place.launch_id not in self._stopping
+            m.Launched(name, place.role, now - self._started_at[name], name in self._stopping)
+            for name, place in self._places.items()
         )
 
     def _missing(self) -> str:

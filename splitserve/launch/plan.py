@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from splitserve.config import CoordinatorConfig, CurveKeys, Role, WorkerConfig
+from splitserve.config import CoordinatorConfig, CurveKeys, Promises, Role, WorkerConfig
 
 if TYPE_CHECKING:
     from splitserve.settings import ServeSettings
@@ -56,13 +56,15 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class Comeback:
-    """What a coordinator that replaces a dead one takes over: its ports, and how many workers
-    were wanted last."""
+    """What a coordinator that replaces a dead one takes over: its ports, its promises, and how
+    many workers were wanted last. `previous_end` is how the first of those before it ended."""
 
     port: int
     control_port: int
     num_prefill: int
     num_decode: int
+    promises: Promises
+    previous_end: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class LaunchPlan:
         first = self._first_coordinator()
         if comeback is None:
             return first
-        return dataclasses.replace(first, successor=True, **dataclasses.asdict(comeback))
+        taken_over = {f.name: getattr(comeback, f.name) for f in dataclasses.fields(comeback)}
+        return dataclasses.replace(first, successor=True, **taken_over)
 
     def _first_coordinator(self) -> CoordinatorConfig:
         settings = self.settings
@@ -105,6 +108,7 @@ class LaunchPlan:
             keys=self.keys,
             cluster_token=self.cluster_token,
             max_restarts=settings.max_restarts,
+            start_timeout_s=settings.start_timeout_s,
             drain_grace_s=settings.drain_grace_s,
             parent_pid=self.parent_pid,
             log_level=settings.log_level,
@@ -131,6 +135,7 @@ class LaunchPlan:
             liveness=settings.liveness,
             keys=self.keys,
             cluster_token=self.cluster_token,
+            drain_grace_s=settings.drain_grace_s,
             parent_pid=self.parent_pid,
             log_level=settings.log_level,
         )

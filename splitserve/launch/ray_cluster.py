@@ -92,7 +92,8 @@ def _clear_the_name(settings: RaySettings) -> None:
         return
     try:
         if not _answer(previous.has_ended.remote(), _CALL_TIMEOUT_S):
-            raise LaunchError(f"{settings.name!r} is up already; `splitserve down` ends it")
+            name = settings.name
+            raise LaunchError(f"{name!r} is up or starting; `splitserve down {name}` ends it")
     except _ActorGoneError:
         return
     _end(previous)
@@ -113,6 +114,11 @@ def _make_launcher(settings: ServeSettings) -> Any:
         return ray.remote(LauncherActor).options(**options).remote(settings)
     except ValueError as error:  # another `up` was quicker
         raise LaunchError(f"{settings.ray.name!r} can't be made on Ray: {error}") from error
+
+
+def is_up(settings: RaySettings) -> bool:
+    """Whether there is a cluster of this name on the Ray that this process is connected to."""
+    return _find(settings) is not None
 
 
 def down(settings: RaySettings) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import re
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 
 _CALL_TIMEOUT_S = 60.0  # a short call to an actor that runs
 _WAIT_S = 60.0  # one wait of an endless series
+_PATIENCE_S = 2.0  # with Ray, before somebody hears that there is no room
+
+log = logging.getLogger(__name__)
 
 
 class WorkerActor(HostedWorker):
@@ -64,7 +70,7 @@ class RaySpawner(Spawner):
         if self._group is None:  # else the workers are where they were
             pools = [settings.prefill] * settings.prefill.num_workers
             pools += [settings.decode] * settings.decode.num_workers
-            self._group = _reserve(pools, settings.ray)
+            self._group = _reserve(pools, settings.ray, lambda: inbox.asked_to_stop)
         self._coordinator.start(self._plan.coordinator(comeback), inbox)
 
     def kill_coordinator(self) -> None:
@@ -127,7 +133,8 @@ class RaySpawner(Spawner):
         settings = self._settings
         pool = settings.pool(place.role)
         if place.slot >= pool.num_workers:
-            return _reserve([pool], settings.ray), 0
+            worker = self._workers[place.launch_id]
+            return _reserve([pool], settings.ray, lambda: worker.grace_s is not None), 0
         assert self._group is not None
         before = 0 if place.role == "prefill" else settings.prefill.num_workers
         return self._group, before + place.slot
@@ -196,26 +203,33 @@ def _result_of(running: Any, launch_id: str) -> Exited:
     return exited
 
 
-def _reserve(pools: list[PoolSettings], settings: RaySettings) -> PlacementGroup:
-    """A placement group with one bundle a worker. Raises LaunchError when there is no room."""
+def _reserve(
+    pools: list[PoolSettings], settings: RaySettings, give_up: Callable[[], bool]
+) -> PlacementGroup:
+    """A placement group with one bundle a worker. Raises LaunchError when there is no room in
+    time, or until it is given up."""
     bundles = [bundle_of(pool) for pool in pools]
     labels = [dict(pool.label_selector or {}) for pool in pools]
     options = {"bundle_label_selector": labels} if any(labels) else {}
     group: PlacementGroup = placement_group(bundles, strategy="PACK", **options)
-    if group.wait(settings.placement_timeout_s):
-        return group
+    timeout_s, waited_s, missing = settings.placement_timeout_s, 0.0, ""
+    while waited_s < timeout_s and not give_up():
+        slice_s = min(_PATIENCE_S, timeout_s - waited_s)
+        if group.wait(slice_s):
+            return group
+        waited_s += slice_s
+        if not missing:
+            missing = f"wanted {describe_bundles(bundles, labels)}; available {_resources()}"
+            log.warning("waiting for Ray to make room: %s", missing)
     remove_placement_group(group)
-    raise LaunchError(
-        f"Ray could not place the workers within {settings.placement_timeout_s:g} s: "
-        f"wanted {describe_bundles(bundles, labels)}; "
-        f"available {_resources()}"
-    )
+    raise LaunchError(f"Ray could not place the workers within {waited_s:g} s: {missing}")
 
 
 def _resources() -> str:
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    ours = (name for name in sorted(total) if not name.startswith(("node:", "memory", "object_")))
+    theirs = re.compile(r"node:|memory|object_|bundle_group_|.*_group_")
+    ours = (name for name in sorted(total) if not theirs.match(name))
     return ", ".join(f"{free.get(name, 0.0):g} of {total[name]:g} {name}" for name in ours)
 
 

@@ -47,6 +47,11 @@ class Inbox:
         self._waker.clear()
         return [self._events.popleft() for _ in range(len(self._events))]
 
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether a StopRequested waits, for who has to wait for something else."""
+        return any(isinstance(event, StopRequested) for event in list(self._events))
+
     def close(self) -> None:
         self._waker.close()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from splitserve.config import KVLayout, Role
+from splitserve.config import KVLayout, Promises, Role
 from splitserve.request import Choice as Choice
 from splitserve.request import Sampling as Sampling
 from splitserve.request import TokenRow as TokenRow
@@ -236,6 +236,7 @@ class Ready:
 
     epoch: str
     base_url: str
+    promises: Promises  # for a coordinator that is started again
 
 
 # -- prefill → decode (data channel) -------------------------------------------------------------

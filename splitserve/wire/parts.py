@@ -74,3 +74,5 @@ class Launched:
 
     launch_id: str
     role: Role
+    age_s: float = 0.0  # how long ago it was started
+    stopping: bool = False  # it was told to leave

@@ -35,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "num_blocks": 256,
     "max_num_batched_tokens": 32,
 }
+TWO_EACH = {"prefill": 2, "decode": 2}  # what most files want, so that they can share it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,13 @@ TIMEOUT_S = 120.0
 DRAIN_S = 5.0
 
 Body = dict[str, Any]
+# What most files want, so that they can share it.
+ONE_EACH = {
+    "prefill": 1,
+    "decode": 1,
+    "max_num_seqs": 16,
+    "served_model_name": ("smol", "smollm2-135m"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 from splitserve import Client
 from splitserve.errors import StreamBrokenError
 from tests.cluster.clients import answers, ask, plain, prompt
-from tests.cluster.faulty import FaultyRing
+from tests.cluster.faulty import TWO_EACH, FaultyRing
 from tests.cluster.harness import Body
 from tests.cluster.told import Told, tell
 from tests.faults.pace import DECODING, FRAMES
@@ -28,8 +28,7 @@ NO_BYTES = {str(byte): -100 for byte in range(128, 256)}  # text stays ASCII
 NUM_STREAMS = 50
 POISON = 0xF5
 
-
-FAULTY = {"prefill": 2, "decode": 2}
+FAULTY = TWO_EACH
 
 
 def varied_bodies(ring: FaultyRing) -> list[Body]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.harness import Body, Ring, ids_of, text_of
+from tests.cluster.harness import ONE_EACH, Body, Ring, ids_of, text_of
 
-CLUSTER = {"prefill": 1, "decode": 1}
+CLUSTER = ONE_EACH
 FRANCE = "The capital of France is"
 FRANCE_IDS = [7042, 30, 198, 198, 504, 2988, 314, 42]
 GREETED = (

@@ -8,22 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.cluster.faulty import tiny_faulty
+from tests.cluster.faulty import TWO_EACH, FaultyRing
 from tests.cluster.harness import show
 from tests.cluster.kill_matrix import HEADING, NO_DRAINING_COORDINATOR, Matrix, Victim
 
 pytestmark = pytest.mark.breaking
 
+FAULTY = TWO_EACH
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
-def matrix(request: pytest.FixtureRequest) -> Iterator[Matrix]:
+def matrix(request: pytest.FixtureRequest, shared_ring: FaultyRing) -> Iterator[Matrix]:
     """A cluster for all cells, and the table of those tried."""
-    with tiny_faulty(prefill=2, decode=2) as ring, ThreadPoolExecutor(64) as pool:
-        matrix = Matrix(ring, pool)
+    shared_ring.wait_whole()
+    with ThreadPoolExecutor(64) as pool:
+        matrix = Matrix(shared_ring, pool)
         yield matrix
-        ring.pace.write(holding=False)
+        shared_ring.reset()
     cells = [*matrix.cells, *NO_DRAINING_COORDINATOR]
     show(request.config, "The kill matrix", [HEADING, *map(str, cells)])
 

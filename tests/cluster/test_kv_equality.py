@@ -20,12 +20,12 @@ from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.engine.batch import Chunk
 from splitserve.engine.model_runner import ModelRunner
 from splitserve.membership import Membership
-from splitserve.models import resolve_model
 from splitserve.request import Sampling
 from splitserve.wire import messages as m
 from splitserve.wire.channel import Channel
 from splitserve.worker_process import facts_of
 from tests.scripted_coordinator import EPOCH, ScriptedCoordinator
+from tests.tiny_models import NUM_BYTES, make_tiny_llama
 
 NUM_PROMPTS = 50
 CHUNKS = (17, 24, 31, 64)
@@ -120,8 +120,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    return resolve_model("smollm2-135m").directory
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random one, with enough layers for several frames in flight."""
+    return make_tiny_llama(tmp_path_factory.mktemp("deep") / "model", num_hidden_layers=12)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def coordinator() -> Iterator[ScriptedCoordinator]:
 def prompts(seed: int, count: int) -> list[tuple[int, ...]]:
     generator = random.Random(seed)
     lengths = [generator.randint(1, 100) for _ in range(count)]
-    return [tuple(generator.randrange(5, 49_000) for _ in range(n)) for n in lengths]
+    return [tuple(generator.randrange(NUM_BYTES) for _ in range(n)) for n in lengths]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

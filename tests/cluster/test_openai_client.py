@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.cluster.harness import Ring
+from tests.cluster.harness import ONE_EACH, Ring
 
-CLUSTER = {"prefill": 1, "decode": 1, "served_model_name": ("smol", "smollm2-135m")}
+CLUSTER = ONE_EACH
 FRANCE = "The capital of France is"
 GREETING = "Hello! How can I assist you today?"
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.harness import Body, Ring, ids_of, joined, stream, text_of
+from tests.cluster.harness import ONE_EACH, Body, Ring, ids_of, joined, stream, text_of
 from tests.waiting import wait_until
 
-CLUSTER = {"prefill": 1, "decode": 1, "max_num_seqs": 16}
+CLUSTER = ONE_EACH
 LETTERS = "A B C D E F G"
 FRANCE = "The capital of France is"
 LONG: dict[str, Any] = {

@@ -15,10 +15,10 @@ from typing import IO
 import httpx
 import pytest
 
-from tests.cluster.harness import Ring, ids_of
+from tests.cluster.harness import ONE_EACH, Ring, ids_of
 from tests.waiting import wait_until
 
-CLUSTER = {"prefill": 1, "decode": 1}
+CLUSTER = ONE_EACH
 FRANCE = "The capital of France is"
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -113,24 +113,16 @@ def test_stray_bytes_on_every_port_harm_nobody(ring: Ring, tmp_path: Path) -> No
     assert not marker.exists()
 
 
-def serve(*arguments: str, log: Path | None = None) -> tuple[subprocess.Popen[str], str]:
+def serve(model: Path, log: Path | None = None) -> tuple[subprocess.Popen[str], str]:
     """`splitserve serve` in a process of its own, ready; and its URL. `log`: where stderr goes."""
     with open(log or os.devnull, "w", encoding="utf-8") as stderr:
-        return _serve(arguments, stderr)
+        return _serve(model, stderr)
 
 
-def _serve(arguments: tuple[str, ...], stderr: IO[str]) -> tuple[subprocess.Popen[str], str]:
+def _serve(model: Path, stderr: IO[str]) -> tuple[subprocess.Popen[str], str]:
+    arguments = ["serve", str(model), "--port", "0", "--dtype", "float32"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "splitserve.cli",
-            "serve",
-            "smollm2-135m",
-            "--port",
-            "0",
-            *arguments,
-        ],
+        [sys.executable, "-m", "splitserve.cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
@@ -144,9 +136,9 @@ def _serve(arguments: tuple[str, ...], stderr: IO[str]) -> tuple[subprocess.Pope
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_serve_ends_nothing_is_left(number: signal.Signals) -> None:
+def test_however_serve_ends_nothing_is_left(tiny_model: Path, number: signal.Signals) -> None:
     """ray-project/ray #54364: children lived on after their parent was killed."""
-    process, url = serve("--dtype", "float32")
+    process, url = serve(tiny_model)
     try:
         assert httpx.get(f"{url}/ready").status_code == 200
         children = children_of(process.pid)
@@ -161,14 +153,15 @@ def test_however_serve_ends_nothing_is_left(number: signal.Signals) -> None:
         process.communicate(timeout=10)
 
 
-def test_a_stop_is_quick_and_orderly_also_with_work_in_flight(tmp_path: Path) -> None:
+def test_a_stop_is_quick_and_orderly_also_with_work_in_flight(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """The coordinator ends requests with its own words; nobody is reported dead on the way."""
     log = tmp_path / "log"
-    process, url = serve("--dtype", "float32", log=log)
+    process, url = serve(tiny_model, log=log)
     try:
         with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=url, timeout=60) as http:
-            body = {"model": "smollm2-135m", "prompt": FRANCE, "max_tokens": 900}
-            body |= {"ignore_eos": True}
+            body = {"prompt": FRANCE, "max_tokens": 2000, "ignore_eos": True}
             answer = pool.submit(http.post, "/v1/completions", json=body)
             wait_until(
                 lambda: any(

@@ -15,12 +15,13 @@ import pytest
 from splitserve import Client
 from splitserve.errors import LaunchError
 from splitserve.settings import ServeSettings, resolve
+from tests.cluster.clients import prompt
+from tests.cluster.tiny_answers import greedy
 from tests.unit.launch.fakes import is_running
 from tests.waiting import wait_until
 
 ray = pytest.importorskip("ray")
-FRANCE = "The capital of France is"
-R1 = (7042, 30, 198, 198, 504, 2988, 314, 42)
+PROMPT = prompt(1)
 # What Ray's own sockets and pipes do in this process is not ours to judge.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -30,11 +31,11 @@ pytestmark = [
 ]
 
 
-def settings_of(name: str, **given: Any) -> ServeSettings:
+def settings_of(model: Path, name: str, **given: Any) -> ServeSettings:
     given = {"port": 0, "dtype": "float32", "num_blocks": 64, "stop_grace_s": 5, **given}
     given |= {"ray_name": name, "ray_placement_timeout_s": given.pop("placement_timeout_s", 20)}
     file = {"prefill": {"resources": {"prefill": 1}}}
-    return resolve({"model": "smollm2-135m", **given}, file=file, environ={})
+    return resolve({"model": str(model), **given}, file=file, environ={})
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +84,22 @@ def assert_nothing_left(pids: list[int]) -> None:
     assert states <= {"REMOVED"}
 
 
-def test_two_prefill_one_decode_then_one_more_then_down(ray_cluster: ModuleType) -> None:
-    settings = settings_of("grows", prefill=2, decode=1)
+def test_two_prefill_one_decode_then_one_more_then_down(
+    ray_cluster: ModuleType, tiny_model: Path
+) -> None:
+    settings = settings_of(tiny_model, "grows", prefill=2, decode=1)
+    right = tuple(greedy(tiny_model, PROMPT, 40))
     with Client(ray_cluster.up(settings)) as client:
-        options: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "return_token_ids": True}
-        assert client.generate(FRANCE, **options).token_ids == R1
+        options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "return_token_ids": True}
+        options["ignore_eos"] = True
+        assert client.generate(PROMPT, **options).token_ids == right
         assert len(ready(client, "prefill")) == 2
-        with pytest.raises(LaunchError, match="'grows' is up already"):
+        with pytest.raises(LaunchError, match="'grows' is up or starting"):
             ray_cluster.up(settings)
         client.scale(prefill=2, decode=2)
         wait_until(lambda: len(ready(client, "decode")) == 2, 60, "a second decode worker")
-        answers = list(client.submit([FRANCE] * 8, concurrency=8, **options).results(60))
-        assert {answer.token_ids for answer in answers} == {R1}
+        answers = list(client.submit([PROMPT] * 8, concurrency=8, **options).results(60))
+        assert {answer.token_ids for answer in answers} == {right}
         wait_until(
             lambda: all(worker["num_tokens_decoded"] for worker in ready(client, "decode")),
             5,
@@ -108,17 +113,19 @@ def test_two_prefill_one_decode_then_one_more_then_down(ray_cluster: ModuleType)
         ray_cluster.down(settings.ray)
 
 
-def test_worker_killed_inside_its_actor_takes_the_actor_with_it(ray_cluster: ModuleType) -> None:
+def test_worker_killed_inside_its_actor_takes_the_actor_with_it(
+    ray_cluster: ModuleType, tiny_model: Path
+) -> None:
     """ray-project/ray PR#60145: the engine was dead, and its actor lived on."""
-    settings = settings_of("loses", prefill=1, decode=1)
+    settings = settings_of(tiny_model, "loses", prefill=1, decode=1)
     with Client(ray_cluster.up(settings)) as client:
         pids = pids_of(client)
         (prefill,) = ready(client, "prefill")
         assert num_worker_actors() == 2
         os.kill(prefill["pid"], signal.SIGKILL)
         wait_until(lambda: not ready(client, "prefill"), 10, "news of the death")
-        answer = client.generate(FRANCE, max_tokens=2, temperature=0.0)
-        assert answer.text == " Paris."
+        answer = client.generate(PROMPT, max_tokens=2, temperature=0.0, return_token_ids=True)
+        assert list(answer.token_ids or ()) == greedy(tiny_model, PROMPT, 2)
         wait_until(lambda: num_worker_actors() == 1, 5, "end of its actor")
         # The launcher's own death ends the rest, without anyone asking it to.
         launcher = ray.get_actor(ray_cluster.actor_name(settings.ray), settings.ray.namespace)
@@ -158,10 +165,12 @@ def test_errors_of_ray_reach_nobody(ray_cluster: ModuleType, way: str, message: 
         ray.kill(actor)
 
 
-def test_no_room_says_what_was_wanted_and_leaves_room(ray_cluster: ModuleType) -> None:
+def test_no_room_says_what_was_wanted_and_leaves_room(
+    ray_cluster: ModuleType, tiny_model: Path
+) -> None:
     # ray-project/ray#27287: a placement group that can never fit waited for ever.
     with pytest.raises(LaunchError) as refused:
-        ray_cluster.up(settings_of("big", prefill=3, decode=1, placement_timeout_s=1))
+        ray_cluster.up(settings_of(tiny_model, "big", prefill=3, decode=1, placement_timeout_s=1))
     text = str(refused.value)
     assert "3 x (1 CPU, 1 prefill) and 1 x (1 CPU)" in text
     assert "8 of 8 CPU" in text
@@ -169,8 +178,10 @@ def test_no_room_says_what_was_wanted_and_leaves_room(ray_cluster: ModuleType) -
     assert_nothing_left([])
 
 
-def test_worker_that_fails_to_start_fails_up_by_name(ray_cluster: ModuleType) -> None:
-    settings = settings_of("broken", prefill=0, decode=1, decode_max_model_len=10**9)
+def test_worker_that_fails_to_start_fails_up_by_name(
+    ray_cluster: ModuleType, tiny_model: Path
+) -> None:
+    settings = settings_of(tiny_model, "broken", prefill=0, decode=1, decode_max_model_len=10**9)
     with pytest.raises(LaunchError, match=r"(?s)decode-0.*exited with code 1.*max_model_len"):
         ray_cluster.up(settings)
     assert_nothing_left([])

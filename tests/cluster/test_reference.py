@@ -7,15 +7,17 @@ from functools import partial
 
 import pytest
 
-from tests.cluster.harness import Body, Ring, ids_of
+from tests.cluster.harness import ONE_EACH, Body, Ring, ids_of
 from tests.reference import Case, Verdict, compare, named_cases, prose_cases, tolerable
 
 TOPOLOGIES = {
-    "1P1D": {"prefill": 1, "decode": 1},
+    "1P1D": ONE_EACH,
     "2P2D": {"prefill": 2, "decode": 2},
     "aggregated": {"prefill": 0, "decode": 1},
 }
+CLUSTER = ONE_EACH
 NUM_ALONE = 40
+NUM_TOKENS_ALONE = 4  # the hand-off, and a batch of one that goes on behind it
 CONCURRENCY = 16
 
 every_topology = pytest.mark.parametrize(
@@ -66,13 +68,14 @@ def test_two_hundred_varied_prompts(ring: Ring) -> None:
     """vllm-project/vllm #52617: everything reported success, and the tokens were wrong."""
     cases = prose_cases()
     assert len(cases) == 200
-    calls: list[Callable[[], Body]] = [partial(ask, ring, c, 16, False, True) for c in cases]
-    together = ring.at_once(calls, CONCURRENCY)
-    alone = [call() for call in calls[:NUM_ALONE]]
-    for batch in (together, alone):
+    for some, max_tokens, concurrency in (
+        (cases, 16, CONCURRENCY),
+        (cases[:NUM_ALONE], NUM_TOKENS_ALONE, 1),
+    ):
+        calls = [partial(ask, ring, case, max_tokens, False, True) for case in some]
         verdicts = [
-            compare(case, ids_of(answer), 16, ignore_eos=True)
-            for case, answer in zip(cases, batch, strict=False)
+            compare(case, ids_of(answer), max_tokens, ignore_eos=True)
+            for case, answer in zip(some, ring.at_once(calls, concurrency), strict=True)
         ]
-        wrong = [c.name for c, v in zip(cases, verdicts, strict=False) if v is Verdict.WRONG]
+        wrong = [c.name for c, v in zip(some, verdicts, strict=True) if v is Verdict.WRONG]
         assert tolerable(verdicts), f"wrong: {wrong}, thin: {verdicts.count(Verdict.THIN)}"

@@ -30,7 +30,7 @@ WORKER = {
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "splitserve.cli", *arguments]
+    command = [sys.executable, "-m", "splitserve", *arguments]
     environment = {"COLUMNS": "400", "PATH": "/usr/bin:/bin", "HOME": "/tmp", **environ}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
 
@@ -170,7 +170,7 @@ def test_status_never_cuts_an_id_in_a_narrow_terminal() -> None:
     leader, follower = pty.openpty()
     cluster = cluster_of({**WORKER, "worker_id": "decode-17-0123456789abcdef"})
     with scripted_server(lambda exchange: exchange.json(cluster)) as server:
-        command = [sys.executable, "-m", "splitserve.cli", "status", "--base-url", server.base_url]
+        command = [sys.executable, "-m", "splitserve", "status", "--base-url", server.base_url]
         environment = {**os.environ, "COLUMNS": "50", "TERM": "xterm"}
         done = subprocess.run(command, stdout=follower, env=environment, timeout=60, check=False)
         shown = os.read(leader, 65536).decode()
@@ -241,10 +241,13 @@ def test_status_shows_why_a_worker_first_died() -> None:
         "reason": "exited with code 1",
     }
     failure |= {"last_lines": "Traceback\nNoMoney", "num_failures": 6, "given_up": True}
-    with scripted_server(lambda exchange: exchange.json(cluster_of(failures=[failure]))) as server:
+    cluster = cluster_of(failures=[failure, {**failure, "reason": "its process was killed"}])
+    cluster["coordinator"]["previous_end"] = "coordinator (pid 7) was killed by SIGKILL"
+    with scripted_server(lambda exchange: exchange.json(cluster)) as server:
         output = invoke("status", "--base-url", server.base_url).output
     assert "decode: died 6 times, given up; first decode-1: exited with code 1" in output
-    assert "    Traceback\n    NoMoney" in output
+    assert output.count("    Traceback\n    NoMoney") == 1, "who is killed says nothing about it"
+    assert "the one before: coordinator (pid 7) was killed by SIGKILL" in output
 
 
 def test_a_wrong_key_is_said_to_be_one() -> None:
@@ -304,7 +307,7 @@ def test_chat_uses_what_is_left_of_a_small_context() -> None:
 def test_chat_from_a_pipe_fails_when_a_prompt_does() -> None:
     with scripted_server(lambda exchange: refuse(exchange, "prompt")) as server:
         done = subprocess.run(
-            [sys.executable, "-m", "splitserve.cli", "chat", "--base-url", server.base_url],
+            [sys.executable, "-m", "splitserve", "chat", "--base-url", server.base_url],
             input="Hi\n",
             capture_output=True,
             text=True,
@@ -325,7 +328,7 @@ def test_chat_in_a_terminal_goes_on_after_an_error() -> None:
     leader, follower = pty.openpty()
     os.write(leader, b"one\ntoo much\ntwo\n/new\nthree\n\x04")
     with scripted_server(reply) as server:
-        command = [sys.executable, "-m", "splitserve.cli", "chat", "--base-url", server.base_url]
+        command = [sys.executable, "-m", "splitserve", "chat", "--base-url", server.base_url]
         done = subprocess.run(
             command, stdin=follower, capture_output=True, text=True, timeout=60, check=False
         )

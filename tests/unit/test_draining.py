@@ -1,6 +1,6 @@
 import pytest
 
-from splitserve.draining import DRAIN_LIMIT_S, Draining
+from splitserve.draining import DRAIN_MARGIN_S, Draining
 
 
 def test_nobody_leaves_unasked() -> None:
@@ -20,11 +20,11 @@ def test_a_signalled_worker_waits_for_the_word_that_nothing_more_comes() -> None
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_without_a_word_there_is_a_limit_of_its_own(idle: bool) -> None:
-    draining = Draining()
+    draining = Draining(grace_s=8.0)
     draining.signalled(1.0)
     draining.signalled(50.0)  # counts from the first
-    assert not draining.over(idle, connected=True, now=DRAIN_LIMIT_S)
-    assert draining.over(idle, connected=True, now=1.0 + DRAIN_LIMIT_S)
+    assert not draining.over(idle, connected=True, now=8.9 + DRAIN_MARGIN_S)
+    assert draining.over(idle, connected=True, now=9.0 + DRAIN_MARGIN_S)
 
 
 def test_without_a_coordinator_nobody_waits_for_what_is_here() -> None:

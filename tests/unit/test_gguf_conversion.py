@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM
 from splitserve import gguf_conversion
 from splitserve.errors import ConfigError
 from splitserve.gguf_conversion import convert, model_config, unpermuted
-from splitserve.models import cache_dir, model_facts, resolve_model
-from splitserve.tokenizer import Tokenizer
-from tests.tiny_models import BOS_ID, CHAT_TEMPLATE, EOS_ID, make_tiny_model
+from splitserve.models import cache_dir, resolve_model
+from tests.tiny_models import CHAT_TEMPLATE, make_tiny_model
 from tests.unit.gguf_files import permuted, write_gguf
 
 
@@ -75,23 +74,6 @@ def test_tied_embeddings_and_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list((tmp_path / "converted").glob("*.safetensors"))) > 2
     assert_same_weights(tmp_path / "converted", original)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "converted").config.tie_word_embeddings
-
-
-def test_a_file_resolves_to_the_cache_and_the_second_time_at_once(
-    gguf_file: Path, checkpoint: Path, cache: Path
-) -> None:
-    resolved = resolve_model(str(gguf_file))
-    assert resolved.directory.parent == cache
-    assert_same_weights(resolved.directory, checkpoint)
-    assert model_facts(resolved.directory).eos_token_ids == (EOS_ID,)
-    assert model_facts(resolved.directory).bos_token_id == BOS_ID
-    tokenizer = Tokenizer(resolved.directory)
-    assert tokenizer.encode("ab é") == [255, 32, 0xC3, 0xA9]
-    assert len(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) > 10
-    written = resolved.directory.stat().st_ctime_ns
-    renamed = gguf_file.rename(gguf_file.with_name("other.gguf"))
-    assert resolve_model(str(renamed)).directory == resolved.directory
-    assert resolved.directory.stat().st_ctime_ns == written
 
 
 # -- interruptions ------------------------------------------------------------------------------

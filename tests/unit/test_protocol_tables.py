@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from splitserve.config import Fingerprint, KVLayout
+from splitserve.config import Fingerprint, KVLayout, Promises
 from splitserve.request import Sampling, TokenLogprobs
 from splitserve.wire import messages as m
 
@@ -31,6 +31,7 @@ PARTS = (
     m.Launched,
     KVLayout,
     Fingerprint,
+    Promises,
     Sampling,
     TokenLogprobs,
 )

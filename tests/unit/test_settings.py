@@ -197,6 +197,7 @@ def test_impossible_settings_are_refused(given: dict[str, Any], message: str) ->
         ({"engin": {"block_size": 8}}, "unknown key 'engin'"),
         ({"engine": {"blocksize": 8}}, r"'engine.blocksize'.*did you mean 'engine.block_size'"),
         ({"prefill": {"num_worker": 8}}, r"did you mean 'prefill.num_workers'"),
+        ({"prefil": {"num_workers": 8}}, r"did you mean 'prefill'"),
         ({"block_size": 8}, r"unknown key 'block_size'.*did you mean 'engine.block_size'"),
         ({"engine": 3}, "engine .config file.: expected a mapping"),
         ({"port": "x"}, r"port \(config file\): expected a whole number"),

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from splitserve.engine.models.config import RopeConfig
 from splitserve.errors import ConfigError
 
 # Kinds whose factor may reach beyond max_position_embeddings.
 _STRETCHING = ("linear", "yarn")
 
 
-def longest_context(source: PretrainedConfig, max_positions: int) -> int:
+def longest_context(rope: RopeConfig, max_positions: int) -> int:
     """The most tokens a sequence of this model may have, its scaling used to the full."""
-    parameters = _parameters(source)
-    if parameters["rope_type"] not in _STRETCHING:
+    if rope.kind not in _STRETCHING:
         return max_positions
-    trained = parameters.get("original_max_position_embeddings") or max_positions
-    return max(max_positions, int(trained * float(parameters.get("factor") or 1.0)))
+    trained = rope.parameters.get("original_max_position_embeddings") or max_positions
+    stretched = float(trained) * (rope.parameters.get("factor") or 1.0)
+    return max(max_positions, int(min(stretched, sys.maxsize)))  # an infinite float is no int
 
 
 class Rope:
@@ -32,8 +31,8 @@ class Rope:
     ConfigError for an unknown kind.
     """
 
-    def __init__(self, source: PretrainedConfig, head_dim: int, max_model_len: int) -> None:
-        frequencies, factor = _frequencies(source, head_dim, max_model_len)
+    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int) -> None:
+        frequencies, factor = frequencies_of(rope, head_dim, max_model_len)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
         cosine, sine = angles.cos() * factor, angles.sin() * factor
         self._cosine = torch.cat((cosine, cosine), -1)[:, None]
@@ -52,30 +51,27 @@ class Rope:
         return torch.addcmul(exact * cosine, exact.roll(self._half, -1), sine).to(heads.dtype)
 
 
-def _parameters(source: Any) -> dict[str, Any]:
-    parameters = dict(source.rope_parameters or {})
-    parameters.setdefault("rope_type", "default")
-    return parameters
-
-
-def _frequencies(source: Any, head_dim: int, max_model_len: int) -> tuple[Tensor, float]:
+def frequencies_of(rope: RopeConfig, head_dim: int, max_model_len: int) -> tuple[Tensor, float]:
     """Inverse frequencies [head_dim / 2] and what cosines and sines are multiplied by."""
-    parameters = _parameters(source)
-    kind = parameters["rope_type"]
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial_rotary_factor is not supported: only whole heads are rotated")
-    if kind == "default":
+    if rope.kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    if kind not in ROPE_INIT_FUNCTIONS:
+        return 1.0 / (rope.theta**exponents), 1.0
+    # Only here: importing it takes as long as the rest of a worker's start.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if rope.kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(sorted(("default", *ROPE_INIT_FUNCTIONS)))
-        raise ConfigError(f"rope scaling of kind {kind!r} is not supported; there are: {known}")
-    try:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
-            source, torch.device("cpu"), seq_len=max_model_len
+        raise ConfigError(
+            f"rope scaling of kind {rope.kind!r} is not supported; there are: {known}"
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"rope scaling of kind {kind!r}: {error}") from error
+    assert rope.source is not None
+    try:
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope.kind](
+            rope.source, torch.device("cpu"), seq_len=max_model_len
+        )
+        factor = float(attention_factor)
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ConfigError(f"rope scaling of kind {rope.kind!r}: {error}") from error
     if frequencies.shape != (head_dim // 2,):
-        raise ConfigError(f"rope scaling of kind {kind!r} does not rotate whole heads")
-    return frequencies, float(factor)
+        raise ConfigError(f"rope scaling of kind {rope.kind!r} does not rotate whole heads")
+    return frequencies, factor

@@ -13,18 +13,20 @@ from typing import Any
 import httpx
 import pytest
 
+from splitserve.config import Liveness
 from splitserve.wire import messages as m
 from tests.unit.coordinator.running import RunningCoordinator, running
 from tests.unit.coordinator.sse import events_of
 
 Body = dict[str, Any]
+LIVENESS = Liveness(heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0)
 LONG: Body = {"prompt": "hi", "max_tokens": 400, "stop": "never"}
 
 
 @pytest.fixture
 def own(model: Path) -> Iterator[RunningCoordinator]:
     """A cluster that a test may break."""
-    with running(model, request_timeout_s=30.0) as coordinator:
+    with running(model, request_timeout_s=30.0, liveness=LIVENESS) as coordinator:
         yield coordinator
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.events import Action, HttpOpened, SendFailed
+from coordinator.events import Action, SendFailed
+from coordinator.pools import MAX_STARTING
 from splitserve.wire import messages as m
 from tests.unit.coordinator.test_state_members import launched, states
-from tests.unit.coordinator.world import BASE_URL, EPOCH, World, request, row, sent
+from tests.unit.coordinator.world import EPOCH, LAUNCHER_HELLO, World, request, row, sent
 
 
 def exit_of(world: World, launch_id: str, code: int = -9, lines: str = "") -> list[Action]:
@@ -92,6 +93,48 @@ def test_a_worker_that_somebody_else_stops_is_replaced_while_it_drains() -> None
     assert starts(world.wait(60.0)) == []
 
 
+def test_a_process_that_never_says_hello_is_killed_and_replaced() -> None:
+    """exo-explore/exo #1591: an instance that hung in its warm-up stayed so for ever."""
+    world = launched(1, 2, start_timeout_s=30.0)
+    exit_of(world, "decode-1")
+    assert starts(world.wait(0.6)) == ["decode-2"]
+    assert not sent(world.wait(29.0), m.Stop)
+    actions = world.wait(1.1)
+    assert sent(actions, m.Stop) == [("launcher", m.Stop("decode-2", 0.0))]
+    assert starts(world.wait(1.1)) == ["decode-3"]
+
+
+def test_a_replacement_that_never_says_hello_ends_the_rolling_restart() -> None:
+    world = launched(1, 2, start_timeout_s=30.0)
+    world.state.restart("decode", world.now)
+    assert sent(world.wait(30.1), m.Stop) == [("launcher", m.Stop("decode-2", 0.0))]
+    exit_of(world, "decode-2")
+    assert starts(world.wait(60.0)) == []
+    assert not any(w.to_be_replaced for w in world.state.registry.alive())
+
+
+def test_one_that_is_declared_dead_before_all_are_ready_is_replaced() -> None:
+    world = World(0, 0)
+    world.state.pools.targets = {"prefill": 1, "decode": 1}
+    world.hear("launcher", LAUNCHER_HELLO)
+    born(world, "prefill-0")
+    assert sent(world.wait(3.1, beating=False), m.Stop)
+    due = world.state.due()
+    assert due is not None and due > world.now, "the loop does not spin"
+    assert starts(world.wait(0.6)) == ["prefill-1"]
+    born(world, "prefill-1")
+    born(world, "decode-0")
+    assert world.state.ready
+
+
+def test_one_that_nobody_can_kill_is_told_that_it_is_dead() -> None:
+    """Started by hand: it would beat for ever, and never be heard."""
+    world = World(1, 2)
+    world.wait(3.1, beating=False)
+    ((to, rejected),) = sent(world.beat("d0"), m.Reject)
+    assert to == "d0" and "no heartbeat for 3 s" in rejected.reason
+
+
 def test_being_stopped_by_hand_is_no_failure_however_often() -> None:
     world = launched(1, 1)
     for count in range(20):
@@ -172,59 +215,12 @@ def test_a_replacement_that_dies_ends_the_rolling_restart() -> None:
 # -- a coordinator that follows another ----------------------------------------------------------
 
 
-def successor(*launch_ids: str, **options: Any) -> tuple[World, list[Action]]:
-    world = World(0, 0, successor=True, **options)
-    world.state.pools.targets = {"prefill": 1, "decode": 2}
-    launches = tuple(m.Launched(x, "decode" if "decode" in x else "prefill") for x in launch_ids)
-    hello = m.Hello("launcher", "launcher", "launcher", 1, "host", launches=launches)
-    return world, world.hear("launcher", hello)
-
-
-def test_a_new_coordinator_takes_over_the_workers_that_run() -> None:
-    """smg-project/smg#2492: what only the coordinator knew was lost with it."""
-    world, actions = successor("prefill-3", "decode-5", "decode-9")
-    assert starts(actions) == []
-    world.handle(HttpOpened(BASE_URL))
-    for launch_id in ("prefill-3", "decode-5"):
-        assert not sent(born(world, launch_id), m.Ready)
-    assert sent(born(world, "decode-9"), m.Ready)
-    exit_of(world, "decode-5")
-    assert starts(world.wait(0.6)) == ["decode-10"], "no name is used twice"
-
-
-def test_it_starts_what_died_meanwhile_and_serves_with_the_rest() -> None:
-    world, actions = successor("prefill-0", "decode-0")
-    assert starts(actions) == ["decode-1"]
-    world.handle(HttpOpened(BASE_URL))
-    born(world, "prefill-0")
-    assert sent(born(world, "decode-0"), m.Ready), "decode-1 may take its time"
-    assert world.state.ready
-
-
-def test_it_lets_go_what_is_over_the_target() -> None:
-    """The one before died in a rolling restart, with a replacement beside the replaced."""
-    world, _ = successor("prefill-0", "decode-0", "decode-1", "decode-2")
-    for launch_id in ("prefill-0", "decode-0", "decode-1"):
-        born(world, launch_id)
-    actions = born(world, "decode-2")
-    assert [to for to, _ in sent(actions, m.Drain)] == ["decode-2-x"], "the newest"
-
-
 def test_who_was_told_to_stop_by_hand_is_not_told_twice() -> None:
     """A second SIGTERM ends a worker at once, in the middle of what it does."""
     world = launched(1, 2)
     beat = m.Heartbeat("decode-0-x", EPOCH, 0.0, m.WorkerStats(), draining=True)
     actions = world.hear("decode-0-x/heartbeat", beat)
     assert sent(actions, m.Drain) and not sent(actions, m.Stop)
-
-
-def test_a_worker_that_does_not_come_back_is_killed_and_replaced() -> None:
-    world, _ = successor("prefill-0", "decode-0", "decode-1")
-    born(world, "prefill-0")
-    born(world, "decode-0")
-    stops = [message for _, message in sent(world.wait(60.1), m.Stop)]
-    assert stops == [m.Stop("decode-1", 0.0)]
-    assert starts(world.wait(0.6)) == ["decode-2"]
 
 
 def test_the_launcher_hears_that_the_coordinator_lives() -> None:
@@ -235,22 +231,18 @@ def test_the_launcher_hears_that_the_coordinator_lives() -> None:
     ]
 
 
-def test_a_worker_in_a_long_step_lives_before_it_has_read_its_welcome() -> None:
-    """vllm-project/vllm PR#45453: a long prefill looked dead."""
-    world, _ = successor("prefill-0", "decode-0", "decode-1")
-    for launch_id in ("prefill-0", "decode-0", "decode-1"):
-        born(world, launch_id)
-    for _ in range(10):
-        world.now += 1.0
-        for name in ("prefill-0-x", "decode-0-x", "decode-1-x"):
-            old = m.Heartbeat(name, "the epoch before", 5.0, m.WorkerStats())
-            assert sent(world.hear(f"{name}/heartbeat", old), m.HeartbeatAck)
-        world.wait(0.0, beating=False)
-    assert set(states(world).values()) == {"ready"}
-
-
 def test_those_given_up_are_not_started_again_however_many_they_are() -> None:
     world = launched(1, 12, max_restarts=0)
     for i in range(12):
         exit_of(world, f"decode-{i}", 1)
     assert starts(world.wait(600.0)) == []
+
+
+def test_only_so_many_start_at_once_and_the_rest_can_be_taken_back() -> None:
+    world = launched(1, 1)
+    actions = world.state.scale(1, 500, world.now)
+    assert len(starts(actions)) == MAX_STARTING
+    assert len(starts(born(world, "decode-1"))) == 1
+    actions = world.state.scale(1, 2, world.now)
+    assert len(sent(actions, m.Stop)) == MAX_STARTING
+    assert starts(world.wait(1.0)) == []

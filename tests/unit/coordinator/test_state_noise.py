@@ -34,7 +34,7 @@ SAID = noise(
 )
 
 
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(st.lists(st.tuples(SENDERS, SAID), max_size=12))
 def test_whatever_is_said_the_state_goes_on(said: list[tuple[str, m.ToCoordinator]]) -> None:
     """Each request still ends once, and another one after it."""

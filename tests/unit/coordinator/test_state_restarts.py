@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.events import Fail, Finish, SendFailed
-from coordinator.tracked import MAX_ATTEMPTS
+from coordinator.tracked import MAX_FAILURES
 from splitserve.errors import RequestFailedError
 from splitserve.wire import messages as m
 from tests.unit.coordinator.world import (
@@ -212,9 +212,9 @@ def test_a_restarted_request_goes_before_those_that_wait() -> None:
 def test_attempts_have_an_end() -> None:
     world = World()
     world.submit(request())
-    for attempt in range(MAX_ATTEMPTS - 1):
+    for attempt in range(MAX_FAILURES - 1):
         assert sent(world.failed("p0", attempt=attempt, retriable=True), m.Prefill)
-    actions = world.failed("p0", attempt=MAX_ATTEMPTS - 1, retriable=True)
+    actions = world.failed("p0", attempt=MAX_FAILURES - 1, retriable=True)
     (fail,) = of(actions, Fail)
     assert isinstance(fail.error, RequestFailedError) and fail.error.status == 500
     assert world.at_rest()

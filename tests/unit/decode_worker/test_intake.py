@@ -93,6 +93,21 @@ def test_a_spoilt_frame_is_asked_for_at_once() -> None:
     assert kinds(state.written(arrived("a", 4, 9), 3.2)) == ["Begin", "Received"]
 
 
+def test_a_peer_may_be_in_a_long_step_when_it_is_asked_for_more() -> None:
+    """It hears the Incomplete behind its step; a stall timer gave it ten seconds."""
+    state = intake()
+    state.add(make_request("a", 9), FROM)
+    admit(state)
+    state.written(arrived("a", 0, 4), 1.0)
+    state.commit(commit("a"), 3.0)
+    asked_at = 3.0 + i.LATE_FRAME_S
+    assert kinds(state.expire(asked_at)) == ["Incomplete"]
+    step_s = state.limits.max_step_s
+    assert state.expire(asked_at + step_s) == []
+    state.written(arrived("a", 4, 9), asked_at + step_s)
+    assert kinds(state.commit(commit("a"), asked_at + step_s)) == ["Begin", "Received"]
+
+
 @pytest.mark.parametrize("choice_ids", [(3,), (0, 0)])
 def test_a_commit_that_does_not_fit_its_open_fails(choice_ids: tuple[int, ...]) -> None:
     state = intake()

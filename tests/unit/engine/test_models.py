@@ -146,7 +146,7 @@ def edit_config(directory: Path, **changes: Any) -> Path:
         ({"num_key_value_heads": 3}, "num_attention_heads 4.*num_key_value_heads 3"),
         ({"vocab_size": 300}, r"embed_tokens.*\(260, 64\).*\(300, 64\)"),
         ({"num_hidden_layers": 3}, r"no tensor 'model\.layers\.2\."),
-        ({"max_position_embeddings": "many"}, "config.json"),
+        ({"max_position_embeddings": "many"}, r"config\.json: max_position_embeddings 'many'"),
     ],
 )
 def test_a_config_is_refused_by_name(

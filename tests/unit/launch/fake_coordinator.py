@@ -13,7 +13,14 @@ import sys
 
 import zmq
 
-from splitserve.config import READY_FD_ENV, ROLE_CONFIG_ENV, CoordinatorConfig, Role, from_json
+from splitserve.config import (
+    READY_FD_ENV,
+    ROLE_CONFIG_ENV,
+    CoordinatorConfig,
+    Promises,
+    Role,
+    from_json,
+)
 from splitserve.process import die_with_parent
 from splitserve.wire import messages as m
 from splitserve.wire.codec import decoder_for, encode
@@ -72,11 +79,9 @@ class FakeCoordinator:
 
     def on_launcher(self, hello: m.Hello) -> None:
         self.tell(m.Reject("no") if "rejects" in self.ways else m.Welcome(self.epoch))
-        launches = sorted(launch.launch_id for launch in hello.launches)
-        print(f"told of {launches}", flush=True)
+        launches = [one.launch_id + ", leaving" * one.stopping for one in hello.launches]
+        print(f"told of {sorted(launches)}", flush=True)
         if self.config.successor:
-            if "starts-same" in self.ways:
-                self.start("prefill", 0)
             return
         for number in range(self.config.num_prefill):
             self.start("prefill", number)
@@ -87,7 +92,7 @@ class FakeCoordinator:
         if "stops-first" in self.ways:
             self.tell(m.Stop("prefill-0", 1.5))
         self.tell(m.Targets(3, 4))
-        self.tell(m.Ready(self.epoch, "http://127.0.0.1:1"))
+        self.tell(m.Ready(self.epoch, "http://127.0.0.1:1", Promises(10, 20, 1, 2, 16)))
 
     def on_exited(self, launch_id: str) -> None:
         if launch_id != "prefill-0":

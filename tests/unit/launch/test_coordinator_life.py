@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from splitserve.config import Promises
 from splitserve.errors import LaunchError
 from splitserve.launch.child import Exited
 from splitserve.launch.coordinator_life import CoordinatorLife
@@ -14,6 +15,8 @@ from splitserve.launch.plan import Comeback, WorkerPlace
 from splitserve.launch.spawner import COORDINATOR, Inbox, Spawner
 from splitserve.settings import resolve
 from splitserve.wire import messages as m
+from splitserve.wire.codec import decoder_for
+from tests.unit.wire.channels import raw_router
 
 INTERVAL_S, TIMEOUT_S = 0.5, 3.0
 DEATH = Exited(COORDINATOR, 7, -9, "its last words")
@@ -56,17 +59,20 @@ def life(spawner: Recorder) -> Iterator[CoordinatorLife]:
     assert settings.liveness.heartbeat_interval_s == INTERVAL_S
     assert settings.liveness.heartbeat_timeout_s == TIMEOUT_S
     inbox = Inbox()
-    life = CoordinatorLife(spawner, inbox, settings, None, "")
+    life = CoordinatorLife(spawner, inbox, settings, None, "", tuple)
     life.start()
-    life.came_up("tcp://127.0.0.1:1", ())
+    life.came_up("tcp://127.0.0.1:1")
     life.take(m.Welcome("epoch"))
     yield life
     life.close()
     inbox.close()
 
 
+PROMISES = Promises(100, 200, 8, 32, 16)
+
+
 def be_ready(life: CoordinatorLife) -> float:
-    life.take(m.Ready("epoch", "http://127.0.0.1:8123"))
+    life.take(m.Ready("epoch", "http://127.0.0.1:8123", PROMISES))
     return time.monotonic() + 1
 
 
@@ -131,7 +137,7 @@ def test_it_comes_back_with_its_ports_and_the_last_targets(
     assert not life.send(m.ProcessExited("decode-0", 1, 0, ""))  # nobody is there
     assert life.due_at is not None
     life.turn(life.due_at)
-    assert spawner.comebacks[1:] == [Comeback(8123, 1, 0, 3)]
+    assert spawner.comebacks[1:] == [Comeback(8123, 1, 0, 3, PROMISES, str(DEATH))]
 
 
 def test_one_that_never_binds_and_one_that_never_welcomes_are_killed(
@@ -143,7 +149,7 @@ def test_one_that_never_binds_and_one_that_never_welcomes_are_killed(
         assert life.due_at is not None
         life.turn(life.due_at)
         if up:
-            life.came_up("tcp://127.0.0.1:1", ())
+            life.came_up("tcp://127.0.0.1:1")
         killed = spawner.num_kills
         life.turn(life.due_at)
         assert spawner.num_kills == killed + 1
@@ -160,3 +166,18 @@ def test_a_start_that_the_system_refuses_counts_as_a_failure(
             assert life.due_at is not None
             life.turn(life.due_at)
     assert len(spawner.comebacks) == 3  # the first one, and two that failed
+
+
+def test_it_says_hello_again_before_it_takes_the_coordinator_for_dead(
+    life: CoordinatorLife,
+) -> None:
+    """After a pause of the launcher the coordinator may have lost it, and not answer its beats."""
+    with raw_router() as (coordinator, endpoint):
+        life.came_up(endpoint)
+        life.take(m.Welcome("epoch"))
+        now = be_ready(life)
+        for beat in range(5):
+            life.turn(now + beat * INTERVAL_S)
+        decoder = decoder_for(m.ToCoordinator)
+        said = [type(decoder.decode(coordinator.recv_multipart()[1])) for _ in range(6)]
+    assert said == [m.Hello, *[m.Heartbeat] * 3, *[m.Hello] * 2]

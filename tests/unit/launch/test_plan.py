@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from splitserve.config import Promises
 from splitserve.launch.hosted import bundle_of, for_ray
 from splitserve.launch.plan import (
     UNPINNED,
@@ -68,12 +69,22 @@ def test_coordinator_that_comes_back_keeps_its_ports_and_the_wanted_numbers() ->
     first = plan.coordinator()
     assert (first.control_port, first.successor) == (0, False)
     assert (first.max_restarts, first.drain_grace_s) == (3, 7)
-    again = plan.coordinator(Comeback(8123, 4567, num_prefill=0, num_decode=9))
+    promises = Promises(100, 200, 8, 32, 16)
+    again = plan.coordinator(Comeback(8123, 4567, 0, 9, promises, "it was killed"))
+    assert (first.promises, again.promises) == (None, promises)
+    assert (first.previous_end, again.previous_end) == ("", "it was killed")
     assert (again.port, again.control_port, again.successor) == (8123, 4567, True)
     assert (again.num_prefill, again.num_decode) == (0, 9)
     assert (
         dataclasses.replace(
-            again, port=0, control_port=0, successor=False, num_prefill=1, num_decode=2
+            again,
+            port=0,
+            control_port=0,
+            successor=False,
+            num_prefill=1,
+            num_decode=2,
+            promises=None,
+            previous_end="",
         )
         == first
     )

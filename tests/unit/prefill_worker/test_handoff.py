@@ -17,6 +17,7 @@ from tests.unit.requests import LAYOUT, make_request
 
 TO = Target("decode-0", "tcp://d")
 NAMES = ("r", 0, "epoch")
+PEER = TO.endpoint
 
 
 def plenty(_peer: str) -> int:
@@ -46,7 +47,7 @@ def test_frames_follow_the_grant_chunk_by_chunk_and_commit_comes_last() -> None:
     handoffs = opened()
     handoffs.computed(make_request("r", 10).key, 4)
     assert handoffs.pump(plenty) == []  # no Grant yet
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 1.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 1.0)
     assert tokens_of(handoffs.pump(plenty)) == [(0, 4)]
     handoffs.computed(make_request("r", 10).key, 10)
     assert handoffs.prompt_finished(make_request("r", 10).key, [row()], 2.0) == []
@@ -54,7 +55,7 @@ def test_frames_follow_the_grant_chunk_by_chunk_and_commit_comes_last() -> None:
     assert tokens_of(actions) == [(4, 10)]
     assert isinstance(actions[-1], Send) and isinstance(actions[-1].message, m.Commit)
     assert actions[-1].message.num_kv_bytes == 10 * LAYOUT.token_bytes
-    (finish,) = handoffs.handle(m.Received(*NAMES), 3.0)
+    (finish,) = handoffs.handle(PEER, m.Received(*NAMES), 3.0)
     assert isinstance(finish, Finish) and isinstance(finish.report, m.HandedOver)
     assert finish.report.transfer_s == pytest.approx(2.0)
     assert handoffs.due() is None
@@ -63,7 +64,7 @@ def test_frames_follow_the_grant_chunk_by_chunk_and_commit_comes_last() -> None:
 def test_frames_wait_for_room_and_never_overtake_commit() -> None:
     room = LAYOUT.token_bytes
     handoffs = opened(num_tokens=4, max_frame_bytes=room)
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 1.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 1.0)
     handoffs.computed(make_request("r", 4).key, 4)
     handoffs.prompt_finished(make_request("r", 4).key, [row()], 1.0)
     sent: list[Action] = []
@@ -96,23 +97,23 @@ def test_nothing_opened_is_nothing_aborted() -> None:
 
 def test_missing_regions_are_sent_once_more_then_the_transfer_fails() -> None:
     handoffs = opened()
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 1.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 1.0)
     handoffs.computed(make_request("r", 10).key, 10)
     handoffs.prompt_finished(make_request("r", 10).key, [row()], 1.0)
     handoffs.pump(plenty)
     missing = (m.Region(0, 3, 2, 5, 0, 2),)
-    handoffs.handle(m.Incomplete(*NAMES, missing=missing), 2.0)
+    handoffs.handle(PEER, m.Incomplete(*NAMES, missing=missing), 2.0)
     again = handoffs.pump(plenty)
     assert tokens_of(again) == [(2, 5)]
     assert isinstance(again[-1], Send) and isinstance(again[-1].message, m.Commit)
-    abort, report = handoffs.handle(m.Incomplete(*NAMES, missing=missing), 3.0)
+    abort, report = handoffs.handle(PEER, m.Incomplete(*NAMES, missing=missing), 3.0)
     assert isinstance(abort, Send) and isinstance(abort.message, m.Abort)
     assert isinstance(report, Report)
     assert (report.message.stage, report.message.kept) == ("transfer", True)
 
 
 def test_a_refusal_that_another_worker_may_not_share_keeps_the_prompt() -> None:
-    (report,) = opened().handle(m.Refuse(*NAMES, reason="full", retriable=True), 1.0)
+    (report,) = opened().handle(PEER, m.Refuse(*NAMES, reason="full", retriable=True), 1.0)
     assert isinstance(report, Report)
     failed = report.message
     assert (failed.reason, failed.retriable, failed.kept) == ("full", True, True)
@@ -120,7 +121,7 @@ def test_a_refusal_that_another_worker_may_not_share_keeps_the_prompt() -> None:
 
 def test_a_refusal_that_all_would_share_ends_the_request() -> None:
     handoffs = opened()
-    (finish,) = handoffs.handle(m.Refuse(*NAMES, reason="too long", retriable=False), 1.0)
+    (finish,) = handoffs.handle(PEER, m.Refuse(*NAMES, reason="too long", retriable=False), 1.0)
     assert isinstance(finish, Finish) and isinstance(finish.report, m.Failed)
     assert (finish.report.retriable, finish.report.kept) == (False, False)
     assert not handoffs
@@ -129,9 +130,9 @@ def test_a_refusal_that_all_would_share_ends_the_request() -> None:
 def test_the_stall_timer_runs_while_unanswered_and_not_while_queued() -> None:
     handoffs = opened()
     assert handoffs.due() == 10.0
-    handoffs.handle(m.Queued(*NAMES), 5.0)
+    handoffs.handle(PEER, m.Queued(*NAMES), 5.0)
     assert handoffs.due() == 600.0
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 100.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 100.0)
     handoffs.computed(make_request("r", 10).key, 10)
     handoffs.prompt_finished(make_request("r", 10).key, [row()], 101.0)
     assert handoffs.due() == 111.0
@@ -145,21 +146,10 @@ def test_the_stall_timer_runs_while_unanswered_and_not_while_queued() -> None:
 
 def test_the_deadline_ends_even_a_queued_hand_off() -> None:
     handoffs = opened()
-    handoffs.handle(m.Queued(*NAMES), 5.0)
+    handoffs.handle(PEER, m.Queued(*NAMES), 5.0)
     _, finish = handoffs.expire(600.0)
     assert isinstance(finish, Finish) and isinstance(finish.report, m.Failed)
     assert finish.report.stage == "deadline"
-
-
-def test_answers_to_a_released_attempt_do_nothing() -> None:
-    handoffs = opened()
-    abort, finish = handoffs.release(make_request("r", 10).key)
-    assert isinstance(abort, Send) and isinstance(abort.message, m.Abort)
-    assert finish == Finish(make_request("r", 10).key, None)
-    assert handoffs.release(make_request("r", 10).key) == []
-    for answer in (m.Grant(*NAMES, first_missing_token=0), m.Received(*NAMES), m.AbortAck(*NAMES)):
-        assert handoffs.handle(answer, 1.0) == []
-    assert handoffs.pump(plenty) == []
 
 
 def retarget(attempt: int, worker_id: str = "decode-1") -> m.Retarget:
@@ -177,7 +167,7 @@ def test_a_retargeted_prompt_sends_all_its_kv_anew_and_its_first_tokens(
     num_computed: int, room_bytes: int
 ) -> None:
     handoffs = opened()
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 1.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 1.0)
     handoffs.computed(make_request("r", 10).key, num_computed)
     if num_computed == 10:
         finished(handoffs)
@@ -187,8 +177,8 @@ def test_a_retargeted_prompt_sends_all_its_kv_anew_and_its_first_tokens(
     assert isinstance(rekey, Rekey) and rekey.request.key == ("r", 1)
     assert isinstance(opening, Send) and opening.peer == "tcp://decode-1"
     assert isinstance(opening.message, m.Open) and opening.message.attempt == 1
-    assert handoffs.handle(m.Received(*NAMES), 3.0) == []  # of the old attempt
-    handoffs.handle(m.Grant("r", 1, "epoch", first_missing_token=0), 4.0)
+    assert handoffs.handle(PEER, m.Received(*NAMES), 3.0) == []  # of the old attempt
+    handoffs.handle(PEER, m.Grant("r", 1, "epoch", first_missing_token=0), 4.0)
     key = rekey.request.key
     handoffs.computed(key, 10)
     if num_computed < 10:
@@ -198,7 +188,7 @@ def test_a_retargeted_prompt_sends_all_its_kv_anew_and_its_first_tokens(
     commit = actions[-1]
     assert isinstance(commit, Send) and isinstance(commit.message, m.Commit)
     assert commit.message.first_tokens == (m.TokenRow("r", 1, 0, 0, (5,)),)
-    (finish,) = handoffs.handle(m.Received("r", 1, "epoch"), 5.0)
+    (finish,) = handoffs.handle(PEER, m.Received("r", 1, "epoch"), 5.0)
     assert isinstance(finish, Finish) and isinstance(finish.report, m.HandedOver)
     assert finish.report.attempt == 1
 
@@ -215,7 +205,7 @@ def test_a_prompt_that_waits_for_blocks_only_changes_its_target() -> None:
 
 def test_a_refused_hand_off_is_retargeted_without_an_abort() -> None:
     handoffs = opened()
-    handoffs.handle(m.Refuse(*NAMES, reason="draining", retriable=True), 1.0)
+    handoffs.handle(PEER, m.Refuse(*NAMES, reason="draining", retriable=True), 1.0)
     rekey, opening = handoffs.retarget(retarget(1), "coordinator", 2.0)
     assert isinstance(rekey, Rekey)
     assert isinstance(opening, Send) and isinstance(opening.message, m.Open)
@@ -247,12 +237,12 @@ def test_a_release_takes_older_attempts_along_and_no_newer_one() -> None:
 
 def test_a_dead_decode_worker_leaves_the_prompt_without_a_report() -> None:
     handoffs = opened()
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 1.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 1.0)
     handoffs.add(make_request("waits", 4), TO, now=0.0)
     assert handoffs.peer_gone("decode-0") == [Disconnect(TO.endpoint)]
     finished(handoffs)
     assert handoffs.pump(plenty) == []
-    assert handoffs.handle(m.AbortAck(*NAMES), 2.0) == []
+    assert handoffs.handle(PEER, m.AbortAck(*NAMES), 2.0) == []
     assert handoffs.open(make_request("waits", 4).key, "coordinator", 2.0) == []
     assert (handoffs.due(), handoffs.num_in_flight) == (600.0, 0)
     rekey, opening = handoffs.retarget(retarget(1), "coordinator", 3.0)
@@ -268,14 +258,14 @@ def test_an_unplaced_prompt_ends_at_its_deadline() -> None:
 
 
 def test_an_abort_ack_unplaces_and_is_not_answered() -> None:
-    (report,) = opened().handle(m.AbortAck(*NAMES), 1.0)
+    (report,) = opened().handle(PEER, m.AbortAck(*NAMES), 1.0)
     assert isinstance(report, Report) and report.message.kept
 
 
 def test_the_peer_of_a_granted_prompt_hears_that_it_is_being_computed() -> None:
     handoffs = opened()
     assert handoffs.before_step(0.5) == []  # not granted
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 1.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 1.0)
     computing = Send(TO.endpoint, m.Computing(*NAMES))
     assert handoffs.before_step(1.0) == [computing]
     assert handoffs.before_step(1.1) == []
@@ -305,18 +295,18 @@ def test_an_incomplete_that_makes_no_sense_fails_the_hand_off(
 ) -> None:
     """More than there is would be cut into pieces without end."""
     handoffs = opened()
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 0.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 0.0)
     handoffs.computed(make_request("r", 10).key, 10)
     finished(handoffs)
     handoffs.pump(plenty)
-    abort, report = handoffs.handle(m.Incomplete(*NAMES, missing=missing), 1.0)
+    abort, report = handoffs.handle(PEER, m.Incomplete(*NAMES, missing=missing), 1.0)
     assert isinstance(abort, Send) and isinstance(abort.message, m.Abort)
     assert isinstance(report, Report) and report.message.kept
     assert "makes no sense" in report.message.reason
 
 
 def test_a_grant_behind_the_prompt_fails_the_hand_off() -> None:
-    _, report = opened().handle(m.Grant(*NAMES, first_missing_token=11), 0.0)
+    _, report = opened().handle(PEER, m.Grant(*NAMES, first_missing_token=11), 0.0)
     assert isinstance(report, Report) and "makes no sense" in report.message.reason
 
 
@@ -325,8 +315,8 @@ def test_a_prompt_that_waits_for_room_behind_others_has_not_stalled() -> None:
     handoffs = opened()
     handoffs.add(make_request("first", 4), TO, now=0.0)
     handoffs.open(make_request("first", 4).key, "coordinator", 0.0)
-    handoffs.handle(m.Grant("first", 0, "coordinator", first_missing_token=0), 0.0)
-    handoffs.handle(m.Grant(*NAMES, first_missing_token=0), 0.0)
+    handoffs.handle(PEER, m.Grant("first", 0, "coordinator", first_missing_token=0), 0.0)
+    handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 0.0)
     handoffs.computed(make_request("r", 10).key, 10)
     finished(handoffs)
     handoffs.pump(lambda _: 0)

@@ -42,6 +42,7 @@ class Prefill(RuleBasedStateMachine):
         self.scheduler = PrefillScheduler(self.blocks, LAYOUT.block_size, 4)
         self.handoffs = Handoffs("p", LAYOUT, 200)
         self.next_attempt = dict.fromkeys(LENGTHS, 0)
+        self.aborted: set[RequestKey] = set()
         self.told: dict[RequestKey, str] = {}  # what decode workers know of, by the peer
         self.sent: dict[RequestKey, set[tuple[int, int]]] = {}  # (layer, token)
         self.ended: set[RequestKey] = set()
@@ -76,11 +77,14 @@ class Prefill(RuleBasedStateMachine):
         key = RequestKey(message.request_id, message.attempt)
         if isinstance(message, m.Open):
             assert key not in self.told and key not in self.ended
+            assert key not in self.aborted, "nobody would take it"
             self.told[key], self.sent[key] = peer, set()
             return
-        assert self.told[key] == peer
         if isinstance(message, m.Abort):
-            del self.told[key]
+            assert self.told.pop(key, peer) == peer
+            self.aborted.add(key)
+            return
+        assert self.told[key] == peer
         if isinstance(message, m.Commit):
             whole = LAYOUT.num_layers * LENGTHS[key.request_id]
             assert len(self.sent[key]) == whole, "a Commit without all KV"
@@ -143,9 +147,12 @@ class Prefill(RuleBasedStateMachine):
     def hear(self, message: Any) -> None:
         """Only who was told of an attempt answers; it forgets what it says it won't have."""
         key = RequestKey(message.request_id, message.attempt)
+        if key.attempt >= self.next_attempt[key.request_id]:
+            return  # nobody has heard of it
         if isinstance(message, m.Refuse | m.AbortAck):
             self.told.pop(key, None)
-        self.act(self.handoffs.handle(message, self.now))
+        peer = self.told.get(key, "tcp://d0")
+        self.act(self.handoffs.handle(peer, message, self.now))
 
     @rule(name=NAMES, back=st.integers(0, 1))
     def release(self, name: str, back: int) -> None:

@@ -31,7 +31,7 @@ WRONG_SHAPES: tuple[Any, ...] = (
 
 @pytest.mark.parametrize(("union", "kind"), KINDS, ids=lambda v: getattr(v, "__name__", ""))
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_message_survives_the_round_trip(union: Any, kind: type, data: st.DataObject) -> None:
     message = data.draw(messages_of(kind))
     decoded = decoder_for(union).decode(memoryview(encode(message)))
@@ -61,7 +61,7 @@ def mutate(form: Any, data: st.DataObject) -> Any:
 
 @pytest.mark.parametrize(("union", "kind"), KINDS, ids=lambda v: getattr(v, "__name__", ""))
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_mutated_form_is_a_message_or_a_protocol_error(
     union: Any, kind: type, data: st.DataObject
 ) -> None:
@@ -82,7 +82,7 @@ def test_bytes_from_anywhere_raise_protocol_error(data: bytes, name: str) -> Non
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_flipped_bit_raises_nothing_but_protocol_error(data: st.DataObject) -> None:
     packed = bytearray(encode(data.draw(messages_of(m.Prefill))))
     place = data.draw(st.integers(0, len(packed) * 8 - 1))

@@ -1,10 +1,14 @@
-"""The engine on a bare GPU image: nothing of the serving side installed."""
+"""The engine on a bare GPU image, and what a worker loads before it is ready."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from splitserve.config import EngineConfig, Role, WorkerConfig, to_json
 
 SCRIPT = """
 import sys
@@ -49,14 +53,39 @@ BLOCKED = (
 ).split()
 
 
-def test_the_engine_runs_with_everything_else_blocked(tiny_llama: Path) -> None:
-    script = SCRIPT.format(names=BLOCKED, model=str(tiny_llama))
+START = """
+import sys
+from {role}.__main__ import facts_of, load_runner
+from splitserve.config import WorkerConfig, from_json
+
+config = from_json(WorkerConfig, sys.argv[1])
+facts = facts_of(config, load_runner(config))
+slow = {names} & {{name.split(".")[0] for name in sys.modules}}
+assert facts.num_blocks == 4 and not slow, slow
+"""
+# Over a second of CPU between them, and a worker that died is back that much later.
+SLOW = {"transformers", "tokenizers", "huggingface_hub", "sympy", "networkx"}
+
+
+def run(script: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[3],
+        [sys.executable, "-c", script, *arguments],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert 0 <= int(done.stdout) < 260
+    return done.stdout
+
+
+def test_the_engine_runs_with_everything_else_blocked(model: Path) -> None:
+    script = SCRIPT.format(names=BLOCKED, model=str(model))
+    assert 0 <= int(run(script)) < 260
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_is_ready_without_transformers(role: Role, model: Path) -> None:
+    engine = EngineConfig(str(model), dtype="float32", num_blocks=4, num_threads=1)
+    config = to_json(WorkerConfig(role, engine, "tcp://127.0.0.1:1", "launch"))
+    run(START.format(role=f"{role}_worker", names=SLOW), config)

@@ -165,7 +165,7 @@ def test_sigkill_of_the_launcher_leaves_nothing() -> None:
         print(*cluster.pids(), flush=True)
         cluster.launcher.wait()
     """
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, cwd=root
     ) as launcher:

@@ -36,7 +36,7 @@ def start(model: Path, *python: str, **config: Any) -> tuple[subprocess.Popen[st
         [sys.executable, *(python or ("-m", "coordinator"))],
         env={**os.environ, ROLE_CONFIG_ENV: role_config, READY_FD_ENV: str(writer)},
         pass_fds=(writer,),
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -114,7 +114,7 @@ def test_without_a_config_it_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "coordinator"],
         env=environment,
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=20,

@@ -1,0 +1,5 @@
+"""`python -m splitserve` is `splitserve`."""
+
+from splitserve.cli import main
+
+main()
