@@ -13,7 +13,7 @@ from coordinator.server import Server
 from splitserve.config import READY_FD_ENV, ROLE_CONFIG_ENV, CoordinatorConfig, from_json
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import set_up_logging
-from splitserve.process import die_with_parent
+from splitserve.process import allow_many_files, die_with_parent
 
 log = logging.getLogger("coordinator")
 
@@ -25,6 +25,7 @@ def main() -> int:
         config = _config()
         set_up_logging("coordinator", config.log_level)
         die_with_parent(config.parent_pid)
+        allow_many_files()
         asyncio.run(_serve(config, os.environ.get(READY_FD_ENV)))
     except SplitserveError as error:
         log.error("%s", error)

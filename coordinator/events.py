@@ -79,7 +79,9 @@ class ShutdownRequested:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Deadlines may be due."""
+    """Deadlines may be due. `paused_s`: for how long this process itself stood still."""
+
+    paused_s: float = 0.0
 
 
 Event = (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
+import logging
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -12,9 +16,12 @@ from starlette.types import ASGIApp
 from splitserve.config import CoordinatorConfig
 from splitserve.errors import ConfigError
 from splitserve.hosts import is_loopback
+from splitserve.logs import LimitedLog
 
 SHUTDOWN_TIMEOUT_S = 1  # for answers that are being written when we stop
 BACKLOG = 2048
+
+limited = LimitedLog(logging.getLogger(__name__))
 
 
 def bind_http(config: CoordinatorConfig) -> socket.socket:
@@ -81,12 +88,22 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
         await super().startup(sockets)
         self._on_open()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Out of descriptors, asyncio reports each accept that failed, for each turn of its loop."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limited.warning("accept", f"new HTTP connections wait: {error.strerror}")
+    else:
+        loop.default_exception_handler(context)
 
 
 def _cannot_listen(config: CoordinatorConfig, error: OSError) -> ConfigError:

@@ -14,13 +14,17 @@ from coordinator.events import Action, Send
 from coordinator.pools import Launch, Pools
 from coordinator.registry import Registry, Worker
 from coordinator.rolling import RollingRestart
+from splitserve.logs import LimitedLog
 from splitserve.process import describe_exit
 from splitserve.wire import messages as m
 from splitserve.wire.parts import HEARTBEAT_SUFFIX
 
 STOP_GRACE_S = 30.0
 
+MAX_SHOWN = 500  # characters of what a stranger says
+
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
 
 
 class Members:
@@ -67,8 +71,8 @@ class Members:
 
     def reject(self, identity: bytes, reason: str) -> list[Action]:
         """A process can't join."""
-        log.warning("refused a Hello: %s", reason)
-        return [Send(identity, m.Reject(reason))]
+        limited.warning("Hello", f"refused a Hello: {reason[:MAX_SHOWN]}")
+        return [Send(identity, m.Reject(reason[:MAX_SHOWN]))]
 
     def _launcher_came(self, identity: bytes, hello: m.Hello, now: float) -> list[Action]:
         if self._launcher not in (None, identity):
@@ -126,7 +130,9 @@ class Members:
         ack = Send(identity, m.HeartbeatAck(self._epoch))
         if identity == self._launcher:
             return [ack]
-        if identity != (heartbeat.worker_id + HEARTBEAT_SUFFIX).encode():
+        known = self.registry.workers.get(heartbeat.worker_id)
+        owner = identity.removesuffix(HEARTBEAT_SUFFIX)
+        if owner == identity or (known is not None and owner != known.identity):
             return []
         # A member may beat of the epoch before: it is in a long step, its Welcome waits.
         worker = self.registry.heard(heartbeat, now)
@@ -177,7 +183,8 @@ class Members:
         """
         reason = f"its process (pid {exited.pid}) {describe_exit(exited.exit_code)}"
         if identity != self._launcher:
-            log.warning("dropped ProcessExited of %s: not from the launcher", exited.launch_id)
+            name = exited.launch_id[:MAX_SHOWN]
+            limited.warning("exit", f"dropped ProcessExited of {name}: not from the launcher")
             return None, reason
         launch = self.pools.launches.get(exited.launch_id)
         worker = next((w for w in self.registry.alive() if w.launch_id == exited.launch_id), None)
@@ -207,7 +214,7 @@ class Members:
         actions = self._drain_surplus(now)
         if self._launcher is not None:
             actions.append(self._tell_targets(self._launcher))
-        return [*actions, *self._start_missing(now), *self._check_complete()]
+        return [*actions, *self._start_missing(now, is_planned=True), *self._check_complete()]
 
     def _drain_surplus(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -225,8 +232,8 @@ class Members:
             self._lost(launch, "it did not say Hello in time", now)
             actions += self._stop(launch, grace_s=0.0)
         actions += [*self._check_complete(), *self._start_missing(now)]
-        if self.started and self._successor:  # it may have found a replacement beside the replaced
-            self._successor = False
+        if self.started and self._successor and self._launcher is not None:
+            self._successor = False  # it may have found a replacement beside the replaced
             actions += self._drain_surplus(now)
         return [*actions, *self._replace_next(now)]
 
@@ -275,10 +282,11 @@ class Members:
         if launch := self.pools.launches.get(worker.launch_id):
             launch.stopping = True
 
-    def _start_missing(self, now: float) -> list[Action]:
+    def _start_missing(self, now: float, is_planned: bool = False) -> list[Action]:
         if self._launcher is None:
             return []
-        launches = self.pools.start_missing(self.registry.alive(), now)
+        self.pools.reclaim(self.registry.alive())
+        launches = self.pools.start_missing(self.registry.alive(), now, is_planned)
         return [Send(self._launcher, m.Start(one.launch_id, one.role)) for one in launches]
 
     def _stop(self, launch: Launch, grace_s: float) -> list[Action]:

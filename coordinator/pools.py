@@ -49,7 +49,7 @@ class Launch:
     order: int
     lineage: Lineage
     hello_by: float  # or it is killed and started again
-    is_planned: bool = False  # it takes the place of one that leaves, and is no news of a death
+    is_planned: bool = False  # it follows a wish, not a death: requests may wait for it
     stopping: bool = False  # nobody waits for it any more: it leaves, or is dead
     replaces: str | None = None  # a worker_id: in a rolling restart
 
@@ -103,8 +103,23 @@ class Pools:
         ready = [w.role for w in workers if w.state == "ready"]
         return all(ready.count(role) >= self.targets[role] for role in ROLES)
 
-    def start_missing(self, workers: Iterable[Worker], now: float) -> list[Launch]:
-        """New launches, so that with those under way every pool has its target."""
+    def reclaim(self, workers: Iterable[Worker]) -> None:
+        """Who was to leave because there were enough stays when there are not."""
+        known = list(workers)
+        for role in ROLES:
+            ready = [w for w in known if w.role == role and w.state == "ready"]
+            leaving = [w for w in known if w.role == role and w.can_stay]
+            for worker in leaving[: max(0, self.targets[role] - len(ready))]:
+                log.info("%s stays after all", worker.worker_id)
+                worker.state, worker.drain_by = "ready", None
+                if launch := self.launches.get(worker.launch_id):
+                    launch.stopping = False
+
+    def start_missing(
+        self, workers: Iterable[Worker], now: float, is_planned: bool = False
+    ) -> list[Launch]:
+        """New launches, so that with those under way every pool has its target. `is_planned`:
+        somebody wants more, nobody died."""
         known = list(workers)
         started: list[Launch] = []
         room = MAX_STARTING - len(self._awaited(known))
@@ -121,6 +136,7 @@ class Pools:
                 started[-1].is_planned = restart.is_planned
             for _ in range(min(missing - len(waiting), room - len(started))):
                 started.append(self._launch(self._lineage(role), now))
+                started[-1].is_planned = is_planned
         return started
 
     def is_coming(self, role: Role, workers: Iterable[Worker]) -> bool:
@@ -138,6 +154,7 @@ class Pools:
     def start_replacement(self, worker: Worker, now: float) -> Launch:
         """One launch over the target, which takes a worker's place once it is ready."""
         launch = self._launch(self._lineage(worker.role), now)
+        launch.is_planned = True
         launch.replaces = worker.worker_id
         return launch
 

@@ -36,6 +36,11 @@ class Worker:
     refuses: bool = False  # it turned work down; its next heartbeat says whether it drains
     to_be_replaced: bool = False  # in a rolling restart: others are given work first
 
+    @property
+    def can_stay(self) -> bool:
+        """Whether it is leaving and has not heard of it."""
+        return self.state == "draining" and not (self.told_to_stop or self.leaves_by_itself)
+
 
 class Registry:
     """Owns the workers, the cluster's limits, and the judgement of who is alive.
@@ -137,6 +142,11 @@ class Registry:
 
     def by_identity(self, identity: bytes) -> Worker | None:
         return next((w for w in self.alive() if w.identity == identity), None)
+
+    def forgive(self, paused_s: float) -> None:
+        """Silence while we stood still is no news: others may have stood still with us."""
+        for worker in self.alive():
+            worker.heartbeat_at += paused_s
 
     def silent(self, now: float) -> list[tuple[Worker, str]]:
         """Workers that count as dead from now on, and why."""

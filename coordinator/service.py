@@ -27,6 +27,7 @@ from splitserve.wire.messages import Choice, HandedOver
 
 TOKENIZE_INLINE_CHARS = 2_000  # a longer text is tokenized off the event loop
 LOOP_STALE_S = 2.0
+PAUSE_S = 1.0  # a loop that has not turned for longer stood still: it turns twice a second
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class Service:
         self.created = int(time.time())
         self.num_protocol_errors: Callable[[], int] = lambda: 0
         self.turned_at = time.monotonic()
+        self._paused_s = 0.0  # how long the loop stood still, since the state heard of it
         self._state = state
         self._events: deque[e.Event] = deque()
         self._tickets = TicketBox(self._events.append)
@@ -87,9 +89,13 @@ class Service:
 
     def turn(self, *, all_taken: bool) -> None:
         """The loop has turned; `all_taken`: no message was left for the next turn."""
-        self.turned_at = time.monotonic()
+        now = time.monotonic()
+        if now - self.turned_at > PAUSE_S:
+            self._paused_s += now - self.turned_at
+        self.turned_at = now
         if all_taken:
-            self.apply(e.TimePassed())
+            paused_s, self._paused_s = self._paused_s, 0.0
+            self.apply(e.TimePassed(paused_s))
 
     def due(self) -> float | None:
         """When the next `turn` has something to do."""

@@ -150,7 +150,8 @@ class State:
                 actions = self.members.http_opened(base_url)
             case e.ShutdownRequested():
                 actions = self._shut_down(now)
-            case e.TimePassed():
+            case e.TimePassed(paused_s):
+                self.registry.forgive(paused_s)
                 actions = self._bury_the_silent(now)
         return [*actions, *self._settle(now)]
 

@@ -10,6 +10,7 @@ from splitserve.config import WorkerConfig
 from splitserve.membership import Membership
 from splitserve.process import pin_to_cores
 from splitserve.wire.channel import Channel
+from splitserve.wire.links import secret_identity
 from splitserve.worker_process import facts_of, load_runner, run_role
 
 
@@ -19,7 +20,7 @@ def serve(config: WorkerConfig, worker_id: str) -> None:
     runner = load_runner(config)
     receiver = make_receiver(config.transport, runner.kv_cache)
     channel = Channel(config.keys, receiver)
-    channel.connect_control(config.control_endpoint, worker_id.encode())
+    channel.connect_control(config.control_endpoint, secret_identity(worker_id))
     endpoint = channel.bind_data(config.bind_host)
     membership = Membership(config, channel, worker_id)
     membership.watch_signals()

@@ -1,4 +1,4 @@
-"""How many bytes a region has, whether it is inside a transfer, and whether two layouts agree."""
+"""How many bytes a region has, and whether it is inside a transfer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,3 @@ def region_fault(layout: KVLayout, region: Region, num_tokens: int) -> str | Non
         if not 0 <= start < end <= limit:
             return f"{name} [{start}, {end}) are not within [0, {limit})"
     return None
-
-
-def layout_difference(ours: KVLayout, theirs: KVLayout) -> str | None:
-    """Every field in which two layouts differ, with both values; None when they are the same."""
-    differing = [
-        f"{name} is {getattr(ours, name)} here and {getattr(theirs, name)} there"
-        for name in KVLayout.__dataclass_fields__
-        if getattr(ours, name) != getattr(theirs, name)
-    ]
-    return f"KV layouts differ: {', '.join(differing)}" if differing else None

@@ -10,6 +10,7 @@ from splitserve.config import WorkerConfig
 from splitserve.membership import Membership
 from splitserve.process import pin_to_cores
 from splitserve.wire.channel import Channel
+from splitserve.wire.links import secret_identity
 from splitserve.worker_process import facts_of, load_runner, run_role
 
 
@@ -18,7 +19,7 @@ def serve(config: WorkerConfig, worker_id: str) -> None:
     pin_to_cores(config.cores)
     runner = load_runner(config)
     channel = Channel(config.keys)
-    channel.connect_control(config.control_endpoint, worker_id.encode())
+    channel.connect_control(config.control_endpoint, secret_identity(worker_id))
     membership = Membership(config, channel, worker_id)
     sender = make_sender(config.transport, channel, runner.kv_cache)
     membership.watch_signals()

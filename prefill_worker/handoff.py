@@ -3,7 +3,7 @@
              blocks             Grant          all sent, first token known         Received
     waiting ───────► opened ─────────► granted ───────────────────────────► committed ─────► gone
                       │ ▲ Queued          ▲                                      │
-                      ▼ │ (no timer)      └────────────── Incomplete (once) ─────┘
+                      ▼ │ (asks again)    └────────────── Incomplete (once) ─────┘
                      queued
 
               Refuse, AbortAck, stall, a dead peer                  Retarget
@@ -92,6 +92,7 @@ class Handoff:
     target: Target | None
     heard_at: float  # the last sign of progress; the stall timer counts from here
     state: State = "waiting"
+    announced: m.Open | None = None
     granted_at: float = 0.0
     sent_at: float = -float("inf")  # when a frame last went out
     told_at: float = -float("inf")  # when the peer last heard Computing, with no frame since
@@ -127,8 +128,8 @@ class Handoff:
         return num_output + 1 >= self.request.sampling.max_tokens
 
     def due(self) -> float:
-        """When it has to give up."""
-        if not self.is_open or self.state == "queued" or self.waits_for_compute:
+        """When it has to give up, or to ask again."""
+        if not self.is_open or self.waits_for_compute:
             return self.request.deadline
         return min(self.request.deadline, self.heard_at + self.request.stall_timeout_s)
 
@@ -139,7 +140,7 @@ class Handoff:
         self.state, self.heard_at, self.resent = "opened", now, False
         self.num_split, self.sent_at, self.told_at = 0, -float("inf"), -float("inf")
         self.pending.clear()
-        message = m.Open(
+        self.announced = m.Open(
             *request.key,
             epoch=request.epoch,
             to_worker_id=self.target.worker_id,
@@ -153,7 +154,13 @@ class Handoff:
             deadline_s=request.deadline - now,
             stall_timeout_s=request.stall_timeout_s,
         )
-        return Send(self.peer, message)
+        return Send(self.peer, self.announced)
+
+    def ask_again(self, now: float) -> Send:
+        """Queued: its Grant may have been lost. A second Open is answered as it stands."""
+        assert self.announced is not None
+        self.heard_at = now
+        return Send(self.peer, replace(self.announced, deadline_s=self.request.deadline - now))
 
     def granted(self, first_missing_token: int, layout: KVLayout, now: float) -> None:
         if self.state in ("opened", "queued"):

@@ -1,8 +1,7 @@
 """Every hand-off of a prefill worker: messages and progress in, actions out. Pure.
 
 Frames go out as chunks are computed, as soon as there is a Grant; `pump` asks how much room the
-transport has, so a slow peer holds back only its own transfers. There is one attempt at a request
-at a time: the coordinator raises it, and what it has raised is gone here.
+transport has, so a slow peer holds back only its own transfers. There is one attempt at a request.
 """
 
 from __future__ import annotations
@@ -225,6 +224,9 @@ class Handoffs:
             if handoff.request.deadline <= now:
                 report = handoff.failed("deadline", "the request's deadline passed", False)
                 actions += self._end(handoff, report)
+                continue
+            if handoff.state == "queued":
+                actions.append(handoff.ask_again(now))
                 continue
             peer = handoff.peer
             reason = f"no progress for {handoff.request.stall_timeout_s:g} s"

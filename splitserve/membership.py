@@ -68,6 +68,7 @@ class Membership:
             config.liveness.heartbeat_interval_s,
             config.keys,
             channel.post,
+            channel.identity,
         )
 
     @property

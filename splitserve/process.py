@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
@@ -83,6 +84,13 @@ def on_signals(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit on file descriptors to the hard one: each connection takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a limit of its own below it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def python_executable() -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from splitserve.config import KVLayout
+from splitserve.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,17 +49,16 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         # Zeros, not empty memory: masked places are multiplied by 0, and 0 * NaN is NaN.
-        self.tensor: Tensor = torch.zeros(
-            (
-                layout.num_layers,
-                2,
-                num_blocks,
-                layout.block_size,
-                layout.num_kv_heads,
-                layout.head_dim,
-            ),
-            dtype=DTYPES[layout.dtype],
-        )
+        shape = layout.num_layers, 2, num_blocks, layout.block_size
+        try:
+            self.tensor: Tensor = torch.zeros(
+                (*shape, layout.num_kv_heads, layout.head_dim), dtype=DTYPES[layout.dtype]
+            )
+        except RuntimeError as error:  # of the allocator
+            gib = num_blocks * layout.block_size * layout.token_bytes / 2**30
+            raise ConfigError(
+                f"no memory for num_blocks {num_blocks}: their KV takes {gib:.1f} GiB"
+            ) from error
         # [layers, 2, tokens, heads, bytes]: blocks with neighbouring ids are neighbouring tokens.
         self._bytes: Bytes = (
             self.tensor.view(torch.uint8)

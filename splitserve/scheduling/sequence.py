@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 from splitserve.request import Choice, SampledToken, Sampling, TokenRow
 from splitserve.scheduling.finish import finish_reason
 
+MAX_WAIT_S = 86400.0  # what a message asks beyond that is taken for nonsense
+
 
 class RequestKey(NamedTuple):
     """One try at one prompt."""
@@ -66,8 +68,8 @@ class Request:
             message.num_prompt_tokens,
             message.choices,
             message.sampling,
-            now + message.deadline_s,
-            message.stall_timeout_s,
+            now + min(message.deadline_s, MAX_WAIT_S),
+            min(message.stall_timeout_s, MAX_WAIT_S),
         )
 
     def at_attempt(self, attempt: int) -> Request:

@@ -71,6 +71,7 @@ class Channel:
         receiver: FrameSink | None = None,
         staging_budget_bytes: int = STAGING_BUDGET_BYTES,
     ) -> None:
+        self.identity = b""  # of the control connection
         self._keys = keys
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._staging = Staging(staging_budget_bytes)
@@ -96,6 +97,7 @@ class Channel:
         Raises ConfigError when `endpoint` is not one. The connection itself is made, and made
         again after a loss, in the background.
         """
+        self.identity = identity
         try:
             socket = dealer(self._context, endpoint, identity, self._keys)
         except zmq.ZMQError as error:

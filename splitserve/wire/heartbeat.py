@@ -60,9 +60,12 @@ class Heartbeat:
         interval_s: float,
         keys: CurveKeys | None,
         post: Callable[[object], None],
+        identity: bytes | None = None,
     ) -> None:
+        """`identity` is that of the worker's control connection; None: its worker_id."""
         self._endpoint = endpoint
         self._worker_id = worker_id
+        self._identity = (identity or worker_id.encode()) + HEARTBEAT_SUFFIX
         self._interval_s = interval_s
         self._keys = keys
         self._post = post
@@ -166,7 +169,7 @@ class Heartbeat:
         # Finds out that a machine vanished without a word; a process that ends is noticed at once.
         socket.heartbeat_ivl = 5000
         socket.heartbeat_timeout = 15000
-        socket.identity = (self._worker_id + HEARTBEAT_SUFFIX).encode()
+        socket.identity = self._identity
         if self._keys is not None:
             apply_client(socket, self._keys)
         return socket

@@ -76,6 +76,11 @@ class Link:
         return True
 
 
+def secret_identity(name: str) -> bytes:
+    """What a worker's socket is called. Whoever knew it could take its place at a ROUTER."""
+    return f"{name}/{secrets.token_hex(8)}".encode()
+
+
 def dealer(
     context: ZmqContext, endpoint: str, identity: bytes | None, keys: CurveKeys | None
 ) -> ZmqSocket:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from splitserve.config import Fingerprint, KVLayout, Role
 
-HEARTBEAT_SUFFIX = "/heartbeat"  # behind a worker_id: the identity of its heartbeat's socket
+HEARTBEAT_SUFFIX = b"/heartbeat"  # behind a worker's identity: that of its heartbeat's socket
 Stage = Literal["admission", "prefill", "transfer", "decode", "deadline", "internal"]
 
 

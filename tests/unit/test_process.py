@@ -88,3 +88,18 @@ assert dir(splitserve) == sorted(splitserve.__all__)
 assert "torch" not in sys.modules
 """
     assert run_python(code).stdout.strip() == "[] SamplingParams Cluster", run_python(code).stderr
+
+
+def test_a_process_may_open_as_many_files_as_its_hard_limit_says() -> None:
+    script = (
+        "import resource as r\n"
+        "from splitserve.process import allow_many_files\n"
+        "_, hard = r.getrlimit(r.RLIMIT_NOFILE)\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (64, hard))\n"
+        "allow_many_files()\n"
+        "print(r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == "True\n", done.stderr

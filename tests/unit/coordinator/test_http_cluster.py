@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -11,6 +15,7 @@ from typing import Any
 import pytest
 
 from coordinator.http_api.app import ROUTES
+from coordinator.http_server import on_loop_error
 from coordinator.server import Server
 from splitserve.config import CoordinatorConfig, Fingerprint
 from splitserve.errors import ConfigError
@@ -173,3 +178,18 @@ def test_a_port_that_is_taken_is_named(model: Path) -> None:
         config = CoordinatorConfig(str(model), "tiny", ("tiny",), port=port)
         with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}"):
             asyncio.run(Server(config).run())
+
+
+def test_without_descriptors_new_connections_wait_and_the_log_is_not_flooded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """asyncio logs a traceback for each accept that fails, thousands of times a second."""
+    loop = asyncio.new_event_loop()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(1000):
+            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            on_loop_error(loop, {"message": "accept failed", "exception": error})
+        on_loop_error(loop, {"message": "something else", "exception": ValueError("x")})
+    loop.close()
+    assert len([r for r in caplog.records if "connections wait" in r.getMessage()]) <= 1
+    assert any("something else" in record.getMessage() for record in caplog.records)

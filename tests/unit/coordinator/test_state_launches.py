@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.events import Action, SendFailed
+from coordinator.events import Action, SendFailed, TimePassed
 from coordinator.pools import MAX_STARTING
 from splitserve.wire import messages as m
 from tests.unit.coordinator.test_state_members import launched, states
@@ -246,3 +246,24 @@ def test_only_so_many_start_at_once_and_the_rest_can_be_taken_back() -> None:
     actions = world.state.scale(1, 2, world.now)
     assert len(sent(actions, m.Stop)) == MAX_STARTING
     assert starts(world.wait(1.0)) == []
+
+
+def test_who_was_scaled_away_stays_when_the_others_die() -> None:
+    """Its streams keep it for a while, and it can do what nobody else can."""
+    world = launched(1, 2)
+    world.submit(request("a", max_tokens=9), request("b", max_tokens=9))
+    world.state.scale(1, 1, world.now)
+    assert states(world)["decode-1-x"] == "draining"
+    exit_of(world, "decode-0")
+    assert states(world)["decode-1-x"] == "ready"
+    assert starts(world.wait(60.0)) == []
+
+
+def test_a_pause_of_everybody_is_nobodys_death() -> None:
+    """A paused machine or container: who woke first killed all others."""
+    world = launched(1, 2)
+    world.now += 4.0
+    world.handle(TimePassed(paused_s=4.0))
+    assert set(states(world).values()) == {"ready"}
+    world.wait(3.1, beating=False)
+    assert set(states(world).values()) == {"dead"}, "silence afterwards is silence"

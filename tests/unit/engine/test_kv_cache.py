@@ -11,6 +11,7 @@ import torch
 from kv_transfer.base import KVStore
 from splitserve.config import KVLayout
 from splitserve.engine.kv_cache import KVCache
+from splitserve.errors import ConfigError
 from splitserve.wire.messages import Region
 from tests.fake_store import FakeStore, random_region
 
@@ -158,3 +159,8 @@ def test_other_threads_run_during_a_copy() -> None:
     thread.join(timeout=60)
     assert done.is_set() and size > 100e6
     assert turns_during > 20
+
+
+def test_more_blocks_than_memory_says_how_much_they_take() -> None:
+    with pytest.raises(ConfigError, match=r"num_blocks 4000000000000: their KV takes \d+\.\d GiB"):
+        KVCache(LAYOUTS[0], 4 * 10**12)

@@ -128,10 +128,15 @@ def test_a_refusal_that_all_would_share_ends_the_request() -> None:
 
 
 def test_the_stall_timer_runs_while_unanswered_and_not_while_queued() -> None:
+    """Who is queued asks again now and then: a Grant may have been lost with a connection."""
     handoffs = opened()
     assert handoffs.due() == 10.0
     handoffs.handle(PEER, m.Queued(*NAMES), 5.0)
-    assert handoffs.due() == 600.0
+    assert handoffs.due() == 15.0
+    (again,) = handoffs.expire(15.0)
+    assert isinstance(again, Send) and isinstance(again.message, m.Open)
+    assert (again.message.attempt, again.message.deadline_s) == (0, 585.0)
+    assert handoffs.due() == 25.0
     handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 100.0)
     handoffs.computed(make_request("r", 10).key, 10)
     handoffs.prompt_finished(make_request("r", 10).key, [row()], 101.0)

@@ -76,7 +76,7 @@ class Prefill(RuleBasedStateMachine):
     def send(self, peer: str, message: Any) -> None:
         key = RequestKey(message.request_id, message.attempt)
         if isinstance(message, m.Open):
-            assert key not in self.told and key not in self.ended
+            assert self.told.get(key, peer) == peer and key not in self.ended
             assert key not in self.aborted, "nobody would take it"
             self.told[key], self.sent[key] = peer, set()
             return

@@ -50,7 +50,7 @@ def next_beat(router: Router) -> m.Heartbeat:
 def answer(router: Router, epoch: str | None) -> m.Heartbeat:
     """The next beat, answered by a coordinator of this epoch; None: the beat's."""
     identity, data = router[0].recv_multipart()
-    assert identity == ("worker-1" + HEARTBEAT_SUFFIX).encode()
+    assert identity == b"worker-1" + HEARTBEAT_SUFFIX
     beat = decoder_for(m.ToCoordinator).decode(data)
     assert isinstance(beat, m.Heartbeat)
     router[0].send_multipart([identity, encode(m.HeartbeatAck(epoch or beat.epoch))])
