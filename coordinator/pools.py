@@ -107,9 +107,9 @@ class Pools:
         """Who was to leave because there were enough stays when there are not."""
         known = list(workers)
         for role in ROLES:
-            ready = [w for w in known if w.role == role and w.state == "ready"]
+            missing = self.targets[role] - len(self._present(role, known))
             leaving = [w for w in known if w.role == role and w.can_stay]
-            for worker in leaving[: max(0, self.targets[role] - len(ready))]:
+            for worker in leaving[: max(0, missing)]:
                 log.info("%s stays after all", worker.worker_id)
                 worker.state, worker.drain_by = "ready", None
                 if launch := self.launches.get(worker.launch_id):

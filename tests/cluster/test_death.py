@@ -161,7 +161,8 @@ def test_decode_streams_do_not_notice_the_end_of_a_prefill_worker(ring: FaultyRi
         over.set()
         watching.result(5)
     assert [len(outcome.token_ids) for outcome in outcomes] == [200] * 4
-    assert max(max(outcome.gaps_s) for outcome in outcomes) < 0.5
+    # A death is noticed after 3 s when it has to be noticed by silence.
+    assert max(max(outcome.gaps_s) for outcome in outcomes) < 1.0
     assert set(statuses) == {200}
 
 
