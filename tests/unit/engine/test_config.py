@@ -150,7 +150,7 @@ def expected_frequencies(source: Any, head_dim: int, length: int) -> tuple[Tenso
     return ROPE_INIT_FUNCTIONS[kind](source, torch.device("cpu"), seq_len=length)
 
 
-FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @FUZZ

@@ -171,7 +171,7 @@ def test_a_factor_may_stretch_further_than_a_float_goes(tmp_path: Path) -> None:
     assert longest_context(rope, model.max_positions) == sys.maxsize
 
 
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
