@@ -285,8 +285,9 @@ class Members:
     def _start_missing(self, now: float, is_planned: bool = False) -> list[Action]:
         if self._launcher is None:
             return []
-        self.pools.reclaim(self.registry.alive())
-        launches = self.pools.start_missing(self.registry.alive(), now, is_planned)
+        alive = self.registry.alive()
+        self.pools.reclaim(alive)
+        launches = self.pools.start_missing(alive, now, is_planned)
         return [Send(self._launcher, m.Start(one.launch_id, one.role)) for one in launches]
 
     def _stop(self, launch: Launch, grace_s: float) -> list[Action]:

@@ -132,18 +132,14 @@ class Pools:
             waiting = waiting[: max(0, missing)]
             for restart in [r for r in waiting if r.due <= now]:
                 self._restarts.remove(restart)
-                started.append(self._launch(restart.lineage, now))
-                started[-1].is_planned = restart.is_planned
+                started.append(self._launch(restart.lineage, now, restart.is_planned))
             for _ in range(min(missing - len(waiting), room - len(started))):
-                started.append(self._launch(self._lineage(role), now))
-                started[-1].is_planned = is_planned
+                started.append(self._launch(self._lineage(role), now, is_planned))
         return started
 
     def is_coming(self, role: Role, workers: Iterable[Worker]) -> bool:
         """Whether one that takes the place of one that leaves is not ready yet."""
-        said_hello = {w.launch_id for w in workers}
-        planned = [x for x in self.launches.values() if x.is_planned and not x.stopping]
-        under_way = any(x.role == role and x.launch_id not in said_hello for x in planned)
+        under_way = any(x.is_planned and x.role == role for x in self._awaited(workers))
         return under_way or any(r.is_planned and r.lineage.role == role for r in self._restarts)
 
     def replacement_of(self, worker: Worker) -> Launch | None:
@@ -153,8 +149,7 @@ class Pools:
 
     def start_replacement(self, worker: Worker, now: float) -> Launch:
         """One launch over the target, which takes a worker's place once it is ready."""
-        launch = self._launch(self._lineage(worker.role), now)
-        launch.is_planned = True
+        launch = self._launch(self._lineage(worker.role), now, is_planned=True)
         launch.replaces = worker.worker_id
         return launch
 
@@ -246,12 +241,7 @@ class Pools:
 
         A worker started by hand has no launch and counts all the same.
         """
-        said_hello = {w.launch_id for w in workers}
-        unborn = [
-            launch
-            for launch in self.launches.values()
-            if launch.role == role and not launch.stopping and launch.launch_id not in said_hello
-        ]
+        unborn = [launch for launch in self._awaited(workers) if launch.role == role]
         ready = [w for w in workers if w.role == role and w.state == "ready"]
         unborn.sort(key=lambda launch: -launch.order)
         ready.sort(key=lambda worker: -worker.order)
@@ -260,11 +250,11 @@ class Pools:
     def _lineage(self, role: Role) -> Lineage:
         return Lineage(role, RestartPolicy(self._max_restarts))
 
-    def _launch(self, lineage: Lineage, now: float) -> Launch:
+    def _launch(self, lineage: Lineage, now: float, is_planned: bool) -> Launch:
         role = lineage.role
         order = self._num_launched[role]
         self._num_launched[role] += 1
         hello_by = now + self._start_timeout_s
-        launch = Launch(f"{role}-{order}", role, order, lineage, hello_by)
+        launch = Launch(f"{role}-{order}", role, order, lineage, hello_by, is_planned)
         self.launches[launch.launch_id] = launch
         return launch

@@ -86,8 +86,7 @@ def test_a_restart_that_is_no_longer_wanted_is_dropped() -> None:
 def test_a_worker_that_somebody_else_stops_is_replaced_while_it_drains() -> None:
     world = launched(1, 2)
     world.submit(request("a", max_tokens=9), request("b", max_tokens=9))
-    beat = m.Heartbeat("decode-0-x", EPOCH, 0.0, m.WorkerStats(), draining=True)
-    world.hear("decode-0-x/heartbeat", beat)
+    world.beat("decode-0-x", draining=True)
     assert starts(world.wait(0.6)) == ["decode-2"]
     exit_of(world, "decode-0", 0)
     assert starts(world.wait(60.0)) == []
@@ -138,8 +137,7 @@ def test_one_that_nobody_can_kill_is_told_that_it_is_dead() -> None:
 def test_being_stopped_by_hand_is_no_failure_however_often() -> None:
     world = launched(1, 1)
     for count in range(20):
-        beat = m.Heartbeat(f"decode-{count}-x", EPOCH, 0.0, m.WorkerStats(), draining=True)
-        world.hear(f"decode-{count}-x/heartbeat", beat)
+        world.beat(f"decode-{count}-x", draining=True)
         assert starts(world.wait(0.6)) == [f"decode-{count + 1}"]
         born(world, f"decode-{count + 1}")
         exit_of(world, f"decode-{count}", 0)
@@ -218,8 +216,7 @@ def test_a_replacement_that_dies_ends_the_rolling_restart() -> None:
 def test_who_was_told_to_stop_by_hand_is_not_told_twice() -> None:
     """A second SIGTERM ends a worker at once, in the middle of what it does."""
     world = launched(1, 2)
-    beat = m.Heartbeat("decode-0-x", EPOCH, 0.0, m.WorkerStats(), draining=True)
-    actions = world.hear("decode-0-x/heartbeat", beat)
+    actions = world.beat("decode-0-x", draining=True)
     assert sent(actions, m.Drain) and not sent(actions, m.Stop)
 
 

@@ -21,11 +21,6 @@ from tests.unit.coordinator.world import (
 )
 
 
-def told_to_stop(world: World, worker_id: str) -> list[Action]:
-    beat = m.Heartbeat(worker_id, EPOCH, 0.0, m.WorkerStats(), draining=True)
-    return world.hear(f"{worker_id}/heartbeat", beat)
-
-
 def to_be_replaced(world: World, *worker_ids: str) -> None:
     for worker_id in worker_ids:
         world.state.registry.workers[worker_id].to_be_replaced = True
@@ -43,7 +38,7 @@ def test_a_long_answer_moves_more_often_than_it_may_fail() -> None:
         world.first_token("p0", row(index, 10 + index, attempt=attempt), attempt=attempt)
         world.hear("p0", m.HandedOver("r", attempt, EPOCH, 1, 0.1))
         world.tokens(decoder, row(index, 10 + index, attempt=attempt))
-        told_to_stop(world, decoder)
+        world.beat(decoder, draining=True)
         actions = world.wait(2.5) + world.wait(2.5)
         assert not of(actions, Fail)
         assert (decoder, "r", attempt) in released(actions)
@@ -54,7 +49,7 @@ def test_a_long_answer_moves_more_often_than_it_may_fail() -> None:
 def test_moves_do_not_make_failures_cheaper() -> None:
     world = World(1, 2, drain_grace_s=1.0)
     ((_, prefill),) = sent(world.submit(request()), m.Prefill)
-    told_to_stop(world, str(prefill.decode_worker_id))
+    world.beat(str(prefill.decode_worker_id), draining=True)
     assert sent(world.wait(1.5), m.Retarget)
     for attempt in range(1, MAX_FAILURES):
         assert sent(world.failed("p0", attempt=attempt, retriable=True), m.Prefill)
@@ -217,7 +212,7 @@ def test_the_only_decode_worker_may_leave_and_requests_wait_for_its_replacement(
     """ai-dynamo/dynamo PR#9523: SIGTERM cost what was in flight, and what came meanwhile."""
     world = launched(1, 1)
     world.submit(request("a"))
-    told_to_stop(world, "decode-0-x")
+    world.beat("decode-0-x", draining=True)
     world.failed("prefill-0-x", "admission", "a", retriable=True, kept=True)  # decode refused it
     assert not of(world.submit(request("b")), Fail)
     assert not of(world.wait(0.6), Fail)
@@ -231,7 +226,7 @@ def test_the_only_decode_worker_may_leave_and_requests_wait_for_its_replacement(
 
 def test_without_its_replacement_nobody_waits() -> None:
     world = launched(1, 1)
-    told_to_stop(world, "decode-0-x")
+    world.beat("decode-0-x", draining=True)
     world.submit(request("a"))
     world.wait(0.6)
     actions = world.hear("launcher", m.ProcessExited("decode-1", 7, 1, "no memory"))

@@ -8,6 +8,7 @@ from coordinator.events import Fail, Finish, SendFailed
 from coordinator.tracked import MAX_FAILURES
 from splitserve.errors import RequestFailedError
 from splitserve.wire import messages as m
+from tests.unit.coordinator.test_state_members import states
 from tests.unit.coordinator.world import (
     EPOCH,
     World,
@@ -18,10 +19,6 @@ from tests.unit.coordinator.world import (
     row,
     sent,
 )
-
-
-def states(world: World) -> dict[str, str]:
-    return {w.worker_id: w.state for w in world.state.registry.workers.values()}
 
 
 def killed(world: World, worker_id: str) -> list[object]:
@@ -47,8 +44,7 @@ def test_a_worker_that_says_it_drains_gets_no_more() -> None:
     """ai-dynamo/dynamo#13088: requests were routed to workers that were leaving."""
     world = World(2, 2)
     for worker_id in ("p0", "d0"):
-        beat = m.Heartbeat(worker_id, EPOCH, 0.0, m.WorkerStats(), draining=True)
-        actions = world.hear(f"{worker_id}/heartbeat", beat)
+        actions = world.beat(worker_id, draining=True)
         assert [to for to, _ in sent(actions, m.Drain)] == [worker_id], "it may leave: it is idle"
         assert states(world)[worker_id] == "draining"
     for i in range(4):
@@ -59,8 +55,7 @@ def test_a_worker_that_says_it_drains_gets_no_more() -> None:
 def test_a_draining_worker_leaves_when_nothing_is_left_of_what_it_was_given() -> None:
     world = World(1, 1)
     world.submit(request(max_tokens=2))
-    beat = m.Heartbeat("p0", EPOCH, 0.0, m.WorkerStats(), draining=True)
-    assert not sent(world.hear("p0/heartbeat", beat), m.Drain)
+    assert not sent(world.beat("p0", draining=True), m.Drain)
     assert not sent(world.first_token("p0"), m.Drain)
     actions = world.handed_over("p0")
     assert [to for to, _ in sent(actions, m.Drain)] == ["p0"]
@@ -225,8 +220,7 @@ def test_whoever_refuses_is_asked_again_when_its_heartbeat_is_here() -> None:
     world = World()
     world.submit(request())
     assert not sent(world.refused("p0", "prefill worker p0 is draining"), m.Prefill)
-    beat = m.Heartbeat("p0", EPOCH, 0.0, m.WorkerStats(), draining=True)
-    ((to, again),) = sent(world.hear("p0/heartbeat", beat), m.Prefill)
+    ((to, again),) = sent(world.beat("p0", draining=True), m.Prefill)
     assert to == "d0" and again.decode_worker_id is None and again.attempt == 1
 
     world = World()
@@ -270,8 +264,7 @@ def test_a_draining_worker_has_its_time_and_then_its_answers_move() -> None:
     world.first_token("p0")
     world.handed_over("p0")
     world.tokens(first, row(0, 10, 11))
-    beat = m.Heartbeat(first, EPOCH, 0.0, m.WorkerStats(), draining=True)
-    assert not sent(world.hear(f"{first}/heartbeat", beat), m.Drain)
+    assert not sent(world.beat(first, draining=True), m.Drain)
     for _ in range(2):
         assert not sent(world.wait(2.0), m.Prefill)
     actions = world.wait(2.0)
@@ -311,8 +304,7 @@ def test_a_complete_answer_that_waits_for_its_timing_outlives_who_is_stopped() -
     world = World(1, 2, drain_grace_s=0.1)
     world.submit(request(max_tokens=2, wants_timing=True))
     world.first_token("p0")
-    beat = m.Heartbeat("p0", EPOCH, 0.0, m.WorkerStats(), draining=True)
-    world.hear("p0/heartbeat", beat)
+    world.beat("p0", draining=True)
     decoder = next(w for w in ("d0", "d1") if world.state.requests.legs.loads().get(w))
     assert not of(world.tokens(decoder, row(0, 10, 11, finish="length")), Finish), "it lingers"
     world.now += 0.1
@@ -325,8 +317,7 @@ def test_who_is_stopped_behind_its_hand_off_costs_nothing() -> None:
     world.submit(request(max_tokens=9))
     world.first_token("p0")
     world.tokens("d0", row(0, 10, 11))  # the HandedOver is not here yet
-    beat = m.Heartbeat("p0", EPOCH, 0.0, m.WorkerStats(), draining=True)
-    world.hear("p0/heartbeat", beat)
+    world.beat("p0", draining=True)
     actions = world.wait(0.2)
     assert released(actions) == [("p0", "r", 0)] and not sent(actions, m.Prefill)
     assert delivered(world.tokens("d0", row(2, 12))) == [12]

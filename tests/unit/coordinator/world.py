@@ -84,8 +84,10 @@ class World:
                 actions += self.beat(worker.worker_id)
         return [*actions, *self.handle(TimePassed())]
 
-    def beat(self, worker_id: str, loop_age_s: float = 0.0) -> list[Action]:
-        beat = m.Heartbeat(worker_id, EPOCH, loop_age_s, m.WorkerStats())
+    def beat(
+        self, worker_id: str, loop_age_s: float = 0.0, *, draining: bool = False
+    ) -> list[Action]:
+        beat = m.Heartbeat(worker_id, EPOCH, loop_age_s, m.WorkerStats(), draining)
         return self.handle(MessageReceived(f"{worker_id}/heartbeat".encode(), beat))
 
     # -- what workers say ---------------------------------------------------------------------
