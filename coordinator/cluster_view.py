@@ -8,8 +8,8 @@ from typing import Any
 from coordinator.pools import Launch, Lineage
 from coordinator.registry import Worker
 from coordinator.state import State
+from splitserve.cluster_metrics import ClusterSample, WorkerSample
 from splitserve.config import CoordinatorConfig
-from splitserve.metrics import ClusterSample, WorkerSample
 from splitserve.wire.messages import WorkerStats
 
 _NOTHING = dataclasses.asdict(WorkerStats())
@@ -69,6 +69,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
         "heartbeat_age_s": round(max(0.0, now - worker.heartbeat_at), 3),
         "reason": worker.death or None,
         **dataclasses.asdict(worker.stats),
+        "bottleneck": worker.stats.evidence and worker.stats.evidence.bottleneck,
     }
 
 

@@ -83,9 +83,7 @@ class Dispatcher:
         leg.prefill_worker_id, leg.decode_worker_id = first.worker_id, decoder.worker_id
         self.num_local_prefills += prefiller is None
         tracked, request = leg.tracked, leg.tracked.request
-        tracked.timeline.dispatched_at = now
-        tracked.timeline.prefill_worker_id = first.worker_id
-        tracked.timeline.decode_worker_id = decoder.worker_id
+        tracked.timeline.dispatched(first.worker_id, decoder.worker_id, leg.attempt, now)
         message = m.Prefill(
             leg.leg_id,
             leg.attempt,

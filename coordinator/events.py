@@ -26,6 +26,7 @@ class NewRequest:
     timeout_s: float
     priority: int = 0  # the lower value goes first
     wants_timing: bool = False
+    received_at: float | None = None  # by the HTTP server; None: now
 
 
 # -- events ------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from splitserve.wire import messages as m
 # For how long a worker remembers the release of something that nobody here knows.
 FORGOTTEN_S = 60.0
 
+OfLeg = m.FirstToken | m.HandedOver | m.Failed | m.TokenRow | m.Begun
+
 
 class Legs:
     """Owns the legs that have not ended, in the line or at workers."""
@@ -53,9 +55,7 @@ class Legs:
         """Whether this attempt has not ended."""
         return self._legs.get(leg.leg_id) is leg
 
-    def find(
-        self, worker: Worker, message: m.FirstToken | m.HandedOver | m.Failed | m.TokenRow
-    ) -> Leg | None:
+    def find(self, worker: Worker, message: OfLeg) -> Leg | None:
         """The leg a worker speaks of, if this attempt of it was given to that worker."""
         leg = self._legs.get(message.request_id)
         if leg is None:
@@ -97,9 +97,9 @@ class Legs:
         previous = self._registry.workers.get(leg.decode_worker_id or "")
         releases = [] if previous is None else self.leave(leg, previous, now)
         leg.attempt += 1
+        leg.tracked.timeline.retargeted(leg.attempt - 1, leg.attempt, decoder.worker_id)
         leg.decode_worker_id = decoder.worker_id
         leg.phases[decoder.worker_id] = "awaiting"
-        leg.tracked.timeline.decode_worker_id = decoder.worker_id
         retarget = m.Retarget(
             leg.leg_id, leg.attempt, self._epoch, decoder.worker_id, decoder.endpoint
         )

@@ -7,12 +7,12 @@ waiting ─room─► at workers (tracked.Phase) ─all tokens─► Finish
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 from coordinator import failures
+from coordinator.delivery import begun_of, take_row
 from coordinator.dispatcher import Dispatcher
-from coordinator.events import Action, ChoiceStopped, Deliver, Fail, Finish, NewRequest
+from coordinator.events import Action, ChoiceStopped, Fail, Finish, NewRequest
 from coordinator.legs import Legs
 from coordinator.registry import Registry, Worker
 from coordinator.tracked import MAX_FAILURES, Leg, Tracked
@@ -20,10 +20,9 @@ from coordinator.waiting import WaitingLine
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.wire import messages as m
 
-# A complete answer waits so long for the report on its transfer, if its client asked for timing.
-TIMING_WAIT_S = 0.25
-
-log = logging.getLogger(__name__)
+# The end of an answer waits so long for the report on its transfer, if its client asked for timing:
+# a prefill worker that is in a step tells it behind that step.
+TIMING_WAIT_S = 2.0
 
 
 class Requests:
@@ -108,7 +107,7 @@ class Requests:
         if leg is None:
             return [self.legs.forget_order(worker, message.request_id, message.attempt)]
         timeline = leg.tracked.timeline
-        timeline.worker_queue_s, timeline.prefill_s = message.queued_s, message.prefill_s
+        timeline.prompt_computed(leg.attempt, message.queued_s, message.prefill_s)
         if leg.phases.get(worker.worker_id) == "prefilling":
             local = leg.decode_worker_id == worker.worker_id
             leg.phases[worker.worker_id] = "decoding" if local else "transferring"
@@ -123,8 +122,8 @@ class Requests:
         if leg is None:
             return []
         leg.phases.pop(worker.worker_id, None)
-        leg.tracked.timeline.transfer_s = message.transfer_s
-        leg.tracked.timeline.num_kv_bytes = message.num_kv_bytes
+        timeline = leg.tracked.timeline
+        timeline.handed_over(leg.attempt, message.num_kv_bytes, message.times)
         return self._finish_if_complete(leg.tracked, now)
 
     def tokens(self, worker: Worker, message: m.Tokens, now: float) -> list[Action]:
@@ -132,6 +131,9 @@ class Requests:
         actions: list[Action] = []
         unknown: dict[tuple[str, int], None] = {}  # each once, in order
         touched: dict[str, Tracked] = {}
+        for begun in begun_of(message):
+            if leg := self.legs.find(worker, begun):
+                leg.tracked.timeline.decode_began(leg.attempt, begun)
         for row in message.rows:
             leg = self.legs.find(worker, row)
             if leg is None or leg.decode_worker_id != worker.worker_id:
@@ -263,27 +265,15 @@ class Requests:
     # -- the end ------------------------------------------------------------------------------
 
     def _take_row(self, leg: Leg, row: m.TokenRow, now: float) -> list[Action]:
-        if row.choice_id not in leg.choice_ids:
-            log.warning("a row for choice %d, which nobody asked for", row.choice_id)
-            return []
-        tracked = leg.tracked
-        order = tracked.choices[row.choice_id]
-        tokens, finish = order.take(row)
-        if leg.all_sampled and leg.is_decoding:  # else it may hold a hand-off that ends unsaid
-            del leg.phases[leg.decode_worker_id or ""]
-        if row.choice_id in tracked.stopped:
-            self.num_wasted_tokens += len(tokens)
-            return []
-        if not tokens and finish is None:
-            return []
-        tracked.delivered[row.choice_id] += [token.token_id for token in tokens]
-        tracked.timeline.tokens_delivered(order.num_delivered - 1, now)
-        return [Deliver(tracked.request.request_id, row.choice_id, tokens, finish)]
+        taken = take_row(leg, row, now)
+        self.num_wasted_tokens += taken.num_wasted
+        return [*taken.deliveries]
 
     def _finish_if_complete(self, tracked: Tracked, now: float) -> list[Action]:
         if not tracked.complete:
             done = [leg for leg in tracked.legs if not leg.open_choices]
             return [action for leg in done for action in self.legs.drop(leg, now)]
+        tracked.timeline.finished(now)
         if tracked.request.wants_timing and tracked.transferring:
             if tracked.linger_until is None:
                 tracked.linger_until = min(tracked.deadline, now + TIMING_WAIT_S)
@@ -291,7 +281,7 @@ class Requests:
         return self._finish(tracked, now)
 
     def _finish(self, tracked: Tracked, now: float) -> list[Action]:
-        tracked.timeline.finished_at = now
+        tracked.timeline.finished(now)
         return [Finish(tracked.request.request_id, tracked.timeline), *self._end(tracked, now)]
 
     def _end(self, tracked: Tracked, now: float) -> list[Action]:

@@ -7,23 +7,25 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coordinator import events as e
 from coordinator.cluster_view import cluster_sample, cluster_view
 from coordinator.limits import Limits
+from coordinator.measuring import Measuring
 from coordinator.output import ChoiceOutput
+from coordinator.profiles import Profiles, facts_lines
 from coordinator.state import State
-from coordinator.tickets import Call, Ticket, TicketBox
+from coordinator.tickets import Call, TicketBox
 from splitserve.config import CoordinatorConfig, Role
 from splitserve.metrics import Metrics
 from splitserve.models import ModelFacts
 from splitserve.request import Sampling
 from splitserve.tokenizer import IncrementalDetokenizer, Tokenizer
-from splitserve.wire.messages import Choice, HandedOver
+from splitserve.wire.messages import Choice, Observe, Observed
 
 TOKENIZE_INLINE_CHARS = 2_000  # a longer text is tokenized off the event loop
 LOOP_STALE_S = 2.0
@@ -64,14 +66,14 @@ class Service:
         self._state = state
         self._events: deque[e.Event] = deque()
         self._tickets = TicketBox(self._events.append)
-        self._last_delivery: dict[tuple[str, int], float] = {}
-        self._num_prompt_tokens: dict[str, int] = {}
         self._send: Callable[[e.Send], e.SendFailed | None] = lambda action: None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._profiles = Profiles(time.monotonic)
         self.metrics = Metrics(
             config.served_model_names[0],
             lambda: cluster_sample(self._state, self.num_protocol_errors()),
         )
+        self._measuring = Measuring(self.metrics, self._profiles)
 
     def attach(self, send: Callable[[e.Send], e.SendFailed | None]) -> None:
         """From now on messages go out through `send`."""
@@ -104,8 +106,11 @@ class Service:
     def _run(self) -> None:
         while self._events:
             event = self._events.popleft()
-            if isinstance(event, e.MessageReceived) and isinstance(event.message, HandedOver):
-                self._observe_transfer(event.message)
+            if isinstance(event, e.MessageReceived) and isinstance(event.message, Observed):
+                self._observed(event.identity, event.message)
+                continue
+            if isinstance(event, e.MessageReceived):
+                self._measuring.heard(event.message)
             self._perform(self._state.handle(event, time.monotonic()))
 
     def _perform(self, actions: Sequence[e.Action]) -> None:
@@ -120,32 +125,20 @@ class Service:
                 case e.Finish() | e.Fail():
                     self._end(action)
 
-    def _observe_transfer(self, message: HandedOver) -> None:
-        if message.num_kv_bytes:
-            self.metrics.transferred(message.transfer_s)
+    def _observed(self, identity: bytes, message: Observed) -> None:
+        worker = self._state.registry.by_identity(identity)
+        if worker is not None and worker.worker_id == message.worker_id:
+            self._profiles.observed(message)
 
     def _deliver(self, action: e.Deliver) -> None:
         piece = self._tickets.deliver(action)
-        if piece is not None and piece.tokens:
-            key, now = (action.request_id, action.choice_id), time.monotonic()
-            last = self._last_delivery.get(key)
-            self._last_delivery[key] = now
-            self.metrics.tokens_delivered(len(piece.tokens), None if last is None else now - last)
+        if piece is not None:
+            self._measuring.delivered(action, piece)
 
     def _end(self, action: e.Finish | e.Fail) -> None:
         ticket = self._tickets.end(action)
-        if ticket is None:
-            return
-        num_prompt_tokens = self._forget(ticket)
-        if isinstance(action, e.Finish):
-            self.metrics.finished(action.timeline, num_prompt_tokens, ticket.finish_reasons)
-        else:
-            self.metrics.ended(["abort"] * len(ticket.outputs))
-
-    def _forget(self, ticket: Ticket) -> int:
-        for choice_id in ticket.outputs:
-            self._last_delivery.pop((ticket.request_id, choice_id), None)
-        return self._num_prompt_tokens.pop(ticket.request_id)
+        if ticket is not None:
+            self._measuring.ended(ticket)
 
     # -- the handlers' side -------------------------------------------------------------------
 
@@ -153,15 +146,14 @@ class Service:
         """Raises UnavailableError before the cluster is ready."""
         return self._state.limits()
 
-    def submit(self, orders: Sequence[Order]) -> Call:
+    def submit(self, orders: Sequence[Order], received_at: float) -> Call:
         """Take the prompts of one call in, all or none; `give_back` must follow.
 
         Raises OverloadedError or UnavailableError.
         """
-        requests = [self._request(order) for order in orders]
+        requests = [self._request(order, received_at) for order in orders]
         actions = self._state.submit(requests, time.monotonic())
-        for request in requests:
-            self._num_prompt_tokens[request.request_id] = len(request.token_ids)
+        self._measuring.accepted(requests)
         call = self._tickets.open(
             [
                 (request.request_id, self._outputs(order))
@@ -172,13 +164,17 @@ class Service:
         self._run()
         return call
 
+    def answered(self, call: Call) -> None:
+        """All but the end of an answer went to the client."""
+        self._measuring.answered(call)
+
     def give_back(self, call: Call) -> None:
         """The client has its answer, or is gone: what still runs for it is cancelled."""
         for ticket in call.tickets:
             cancelled = self._tickets.cancel(ticket.request_id)
             if cancelled is not None:
-                self._forget(cancelled)
-                self.metrics.ended(["abort"] * len(cancelled.outputs))
+                self._measuring.ended(cancelled)
+        self.answered(call)
         self._run()
 
     def scale(self, prefill: int, decode: int) -> dict[str, int]:
@@ -193,6 +189,18 @@ class Service:
         self._perform(actions)
         self._run()
         return worker_ids
+
+    def profile(self, duration_s: float) -> AsyncIterator[dict[str, Any]]:
+        """Have every worker tell what it does; the lines of what it and its requests do."""
+        workers = list(self._state.registry.alive())
+        order = Observe(self._state.settings.epoch, duration_s)
+        self._perform([e.Send(worker.identity, order) for worker in workers])
+        start = {
+            "model": self.config.served_model_names[0],
+            "target": dict(self._state.pools.targets),
+            "workers": facts_lines(workers),
+        }
+        return self._profiles.lines(duration_s, start)
 
     def cluster(self) -> dict[str, object]:
         """As GET /cluster shows it."""
@@ -214,7 +222,7 @@ class Service:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _request(self, order: Order) -> e.NewRequest:
+    def _request(self, order: Order, received_at: float) -> e.NewRequest:
         return e.NewRequest(
             request_id=secrets.token_hex(12),
             token_ids=order.token_ids,
@@ -223,6 +231,7 @@ class Service:
             timeout_s=self.config.request_timeout_s,
             priority=order.priority,
             wants_timing=order.wants_timing,
+            received_at=received_at,
         )
 
     def _outputs(self, order: Order) -> dict[int, ChoiceOutput]:

@@ -209,6 +209,8 @@ class State:
                 return self.requests.tokens(worker, message, now)
             case m.Failed():
                 return self.requests.failed(worker, message, now)
+            case m.Observed():
+                return []  # profiles take it; nothing here depends on it
 
     def _knows_us(self, hello: m.Hello) -> bool:
         ours, theirs = self.settings.cluster_token.encode(), hello.cluster_token.encode()

@@ -30,6 +30,8 @@ class Ticket:
     position: int
     outputs: dict[int, ChoiceOutput]
     news: asyncio.Queue[tuple[int, News]]
+    first_sent_at: float | None = None
+    timeline: Timeline | None = None  # finished, and not yet counted
 
     @property
     def num_output_tokens(self) -> int:
@@ -42,6 +44,21 @@ class Ticket:
 
     def add(self, news: News) -> None:
         self.news.put_nowait((self.position, news))
+
+    def sent(self, now: float) -> None:
+        """The first bytes of a stream went to the client."""
+        self.first_sent_at = now
+        if self.timeline is not None:
+            self.timeline.first_sent_at = now
+
+    def end(self, action: Finish | Fail) -> None:
+        """No more will come."""
+        if isinstance(action, Finish):
+            self.timeline = action.timeline
+            self.timeline.first_sent_at = self.first_sent_at
+            self.add(Ended(action.timeline))
+        else:
+            self.add(action.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +132,7 @@ class TicketBox:
         """No more will come for this request."""
         ticket = self._tickets.pop(action.request_id, None)
         if ticket is not None:
-            ticket.add(Ended(action.timeline) if isinstance(action, Finish) else action.error)
+            ticket.end(action)
         return ticket
 
     def cancel(self, request_id: str) -> Ticket | None:

@@ -54,7 +54,7 @@ class Tracked:
             request,
             order,
             deadline=now + request.timeout_s,
-            timeline=Timeline(arrived_at=now),
+            timeline=Timeline(now if request.received_at is None else request.received_at),
             choices={choice_id: TokenOrder(limit) for choice_id in choice_ids},
             delivered={choice_id: [] for choice_id in choice_ids},
         )

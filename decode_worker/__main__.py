@@ -11,13 +11,14 @@ from splitserve.membership import Membership
 from splitserve.process import pin_to_cores
 from splitserve.wire.channel import Channel
 from splitserve.wire.links import secret_identity
-from splitserve.worker_process import facts_of, load_runner, run_role
+from splitserve.worker_process import facts_of, load_runner, make_recorder, run_role
 
 
 def serve(config: WorkerConfig, worker_id: str) -> None:
     """Load, join, serve until drained."""
     pin_to_cores(config.cores)
     runner = load_runner(config)
+    recorder = make_recorder(runner)
     receiver = make_receiver(config.transport, runner.kv_cache)
     channel = Channel(config.keys, receiver)
     channel.connect_control(config.control_endpoint, secret_identity(worker_id))
@@ -25,9 +26,8 @@ def serve(config: WorkerConfig, worker_id: str) -> None:
     membership = Membership(config, channel, worker_id)
     membership.watch_signals()
     try:
-        membership.join(facts_of(config, runner), endpoints=(endpoint,))
-        max_step_s = config.liveness.max_step_s
-        DecodeWorker(runner, channel, receiver, membership, max_step_s=max_step_s).run()
+        membership.join(facts_of(config, runner, recorder), endpoints=(endpoint,))
+        DecodeWorker(runner, channel, receiver, membership, recorder).run()
     finally:
         membership.leave()
 

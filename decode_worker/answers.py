@@ -6,11 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from decode_worker.incoming import Begin
 from decode_worker.scheduler import DecodeScheduler
 from splitserve.request import SampledToken
 from splitserve.scheduling.chunking import Planned
 from splitserve.scheduling.prompt_clock import PromptClock
-from splitserve.scheduling.sequence import Request, Sequence, first_rows, fork, take_row
+from splitserve.scheduling.sequence import (
+    Request,
+    RequestKey,
+    Sequence,
+    first_rows,
+    fork,
+    take_row,
+)
 from splitserve.wire import messages as m
 
 
@@ -34,13 +42,12 @@ class Answers:
     num_tokens_prefilled: int = 0
     num_tokens_decoded: int = 0
 
-    def begin(
-        self, request: Request, block_ids: list[int], order: int, rows: tuple[m.TokenRow, ...]
-    ) -> None:
+    def begin(self, begin: Begin, block_ids: list[int]) -> None:
         """All KV of a prompt is in `block_ids`: its choices go on from their first tokens."""
-        prompt = self._prompt(request, block_ids, order)
+        prompt = self._prompt(begin.request, block_ids, begin.order)
         prompt.num_computed = len(prompt.token_ids)
-        self._fork(prompt, rows)
+        self.prompts.arrived(begin.request.key, begin.whole_at)
+        self._fork(prompt, begin.first_tokens)
 
     def begin_local(self, request: Request, block_ids: list[int], order: int) -> None:
         """This worker computes the prompt itself."""
@@ -60,6 +67,16 @@ class Answers:
             self.rows.append(take_row(sequence))
             if self.rows[-1].finish is not None:
                 self.scheduler.finish(sequence)
+
+    def tokens(self, epoch: str) -> m.Tokens:
+        """What the step made. With it, how handed-over requests came to the first one of theirs."""
+        now = self.clock()
+        begun = []
+        for row in self.rows:
+            key = RequestKey(row.request_id, row.attempt)
+            if key in self.prompts:
+                begun.append(m.Begun(*key, *self.prompts.finish(key, now)))
+        return m.Tokens(epoch, tuple(self.rows), tuple(begun))
 
     def _prompt(self, request: Request, block_ids: list[int], order: int) -> Sequence:
         prompt = Sequence(request, request.choices, list(request.token_ids), order)

@@ -34,6 +34,7 @@ class Begin:
     request: Request
     first_tokens: tuple[m.TokenRow, ...]
     order: int
+    whole_at: float  # when the Commit came, or a frame behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class Incoming:
     stalls_at: float = float("inf")
     is_granted: bool = False
     told: bool = False  # that it waits
+    is_computed: bool = False  # all of it, so that only the transfer keeps it away
     commit: m.Commit | None = None  # the last one, while KV is missing
     asks_at: float = float("inf")  # when to ask for what is missing
     spoilt: bool = False  # a frame came and could not be taken: it won't come by itself
@@ -136,6 +138,31 @@ class Incoming:
         self.expect_compute(max_step_s, now)  # the peer hears it between two steps
         return m.Incomplete(*self.request.key, epoch=self.request.epoch, missing=missing)
 
+    def begin(self, whole_at: float, now: float) -> list[Action]:
+        """All of it is here. How long that went unseen is no part of the transfer."""
+        assert self.sender is not None and self.commit is not None
+        key, epoch = self.request.key, self.request.epoch
+        received = m.Received(*key, epoch, waited_s=max(0.0, now - whole_at))
+        begin = Begin(self.request, self.commit.first_tokens, self.order, whole_at)
+        return [begin, Reply(self.sender.peer, received)]
+
     def expect_compute(self, max_step_s: float, now: float) -> None:
         """The peer may be in a step; half as much again, for whatever delays its word."""
         self.stalls_at = now + max(self.request.stall_timeout_s, 1.5 * max_step_s)
+
+
+def commit_fits(request: Request, commit: m.Commit, vocab_size: int) -> bool:
+    """Whether Commit brings one possible token for some of the choices, each at most once."""
+    wanted = {choice.choice_id for choice in request.choices}
+    got = [row.choice_id for row in commit.first_tokens]
+    if not got or len(set(got)) != len(got) or not set(got) <= wanted:
+        return False
+    index = len(request.token_ids) - request.num_prompt_tokens
+    return commit.epoch == request.epoch and all(
+        (row.request_id, row.attempt) == request.key
+        and row.first_index == index
+        and len(row.tokens) == 1
+        and 0 <= row.tokens[0] < vocab_size
+        and len(row.logprobs or (None,)) == 1
+        for row in commit.first_tokens
+    )

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from decode_worker.incoming import (
     AcceptFrames,
     Action,
-    Begin,
     BeginLocal,
     Drop,
     EndQuarantine,
@@ -32,6 +31,7 @@ from decode_worker.incoming import (
     Reply,
     Report,
     Sender,
+    commit_fits,
 )
 from kv_transfer.base import FrameDropped, FrameWritten
 from kv_transfer.chunks import Coverage
@@ -73,6 +73,11 @@ class Intake:
     @property
     def num_granted(self) -> int:
         return len(self._granted)
+
+    @property
+    def num_late(self) -> int:
+        """Of these, the ones that are computed: only their KV is missing."""
+        return sum(incoming.is_computed for incoming in self._granted.values())
 
     @property
     def idle(self) -> bool:
@@ -136,7 +141,7 @@ class Intake:
             return []
         incoming.coverage.add(event.region)
         incoming.expect_kv(now)
-        return self._begin_if_whole(incoming)
+        return self._begin_if_whole(incoming, now, now)
 
     def dropped(self, event: FrameDropped) -> None:
         """A frame could not be taken."""
@@ -152,17 +157,28 @@ class Intake:
         incoming.expect_compute(self.limits.max_step_s, now)
         return []
 
-    def commit(self, message: m.Commit, now: float) -> list[Action] | None:
-        """Begin when every byte is here, or else once it is; None: this attempt has no grant."""
+    def computed(self, message: m.Computed) -> list[Action] | None:
+        """The prompt is computed: its KV is late from now on; None when this holds no grant."""
+        incoming = self._granted_one(RequestKey(message.request_id, message.attempt))
+        if incoming is None:
+            return None
+        incoming.is_computed = True
+        return []
+
+    def commit(self, message: m.Commit, now: float, at: float | None = None) -> list[Action] | None:
+        """Begin when every byte is here, or else once it is; None: this attempt has no grant.
+
+        It came `at`: now, unless the loop was busy.
+        """
         key = RequestKey(message.request_id, message.attempt)
         incoming = self._granted_one(key)
         if incoming is None or incoming.sender is None:
             return None
-        if not self._fits(incoming.request, message):
+        if not commit_fits(incoming.request, message, self.limits.vocab_size):
             return self._fail(incoming, "transfer", "Commit does not fit its Open", retriable=False)
         incoming.commit = message
         incoming.expect_kv(now)
-        return self._begin_if_whole(incoming) or (
+        return self._begin_if_whole(incoming, now if at is None else at, now) or (
             self._ask(incoming, now) if incoming.spoilt else []
         )
 
@@ -220,14 +236,11 @@ class Intake:
         incoming = self._granted.get(key.request_id)
         return incoming if incoming and incoming.request.key == key else None
 
-    def _begin_if_whole(self, incoming: Incoming) -> list[Action]:
-        request, commit = incoming.request, incoming.commit
-        if commit is None or incoming.coverage.missing(self._whole(request)):
+    def _begin_if_whole(self, incoming: Incoming, whole_at: float, now: float) -> list[Action]:
+        if incoming.commit is None or incoming.coverage.missing(self._whole(incoming.request)):
             return []
-        assert incoming.sender is not None
-        del self._granted[request.key.request_id]
-        received = Reply(incoming.sender.peer, m.Received(*request.key, epoch=request.epoch))
-        return [Begin(request, commit.first_tokens, incoming.order), received]
+        del self._granted[incoming.request.key.request_id]
+        return incoming.begin(whole_at, now)
 
     def _ask(self, incoming: Incoming, now: float) -> list[Action]:
         """What has not come by now is lost."""
@@ -275,19 +288,3 @@ class Intake:
         layout = self.layout
         num_tokens = len(request.token_ids)
         return m.Region(0, layout.num_layers, 0, num_tokens, 0, layout.num_kv_heads)
-
-    def _fits(self, request: Request, commit: m.Commit) -> bool:
-        """Whether Commit brings one possible token for some of the choices, each at most once."""
-        wanted = {choice.choice_id for choice in request.choices}
-        got = [row.choice_id for row in commit.first_tokens]
-        if not got or len(set(got)) != len(got) or not set(got) <= wanted:
-            return False
-        index = len(request.token_ids) - request.num_prompt_tokens
-        return commit.epoch == request.epoch and all(
-            (row.request_id, row.attempt) == request.key
-            and row.first_index == index
-            and len(row.tokens) == 1
-            and 0 <= row.tokens[0] < self.limits.vocab_size
-            and len(row.logprobs or (None,)) == 1
-            for row in commit.first_tokens
-        )

@@ -38,7 +38,7 @@ class Reception:
         return [*answers, *self.intake.keys]
 
     def prefill(self, message: m.Prefill, now: float) -> list[Action]:
-        """The coordinator wants a prompt computed here."""
+        """The coordinator wants a prompt computed here. `now` is when its word came."""
         request = Request.of(message, now)
         held = self._held(message.request_id)
         if held is not None and held.key.attempt >= message.attempt:
@@ -54,9 +54,16 @@ class Reception:
         return actions
 
     def handle(
-        self, peer: str, message: m.PrefillToDecode | m.DecodeToPrefill, now: float
+        self,
+        peer: str,
+        message: m.PrefillToDecode | m.DecodeToPrefill,
+        now: float,
+        at: float | None = None,
     ) -> list[Action]:
-        """A message of a prefill worker. What is not held is answered with AbortAck."""
+        """A message of a prefill worker, which came `at`: now, unless the loop was busy.
+
+        What is not held is answered with AbortAck.
+        """
         key = RequestKey(message.request_id, message.attempt)
         actions: list[Action] | None = None
         match message:
@@ -64,8 +71,10 @@ class Reception:
                 actions = self._open(peer, message, now)
             case m.Computing():
                 actions = self.intake.computing(message, now)
+            case m.Computed():
+                actions = self.intake.computed(message)
             case m.Commit():
-                actions = self.intake.commit(message, now)
+                actions = self.intake.commit(message, now, at)
             case m.Abort() if self._begun(key):
                 # All of its KV is here, and Received was lost. Only the coordinator ends an answer
                 # that is being written.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from decode_worker import incoming as i
 from decode_worker.answers import Answers
+from decode_worker.attribution import Account
 from decode_worker.intake import Intake, IntakeLimits
 from decode_worker.reception import Reception
 from decode_worker.refusals import Here
@@ -23,6 +24,8 @@ from splitserve.membership import (
     Membership,
     TerminationRequested,
 )
+from splitserve.profiling.observer import Observer
+from splitserve.profiling.recorder import Recorder
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
@@ -32,11 +35,14 @@ from splitserve.wire.channel import (
     ChannelFailed,
     ControlReceived,
     DataReceived,
+    FirstTokenSent,
     SendFailed,
 )
 
 if TYPE_CHECKING:  # the loop itself needs no torch
     from splitserve.engine.model_runner import ModelRunner
+
+Order = m.Release | m.PeerGone | m.Drain | m.Observe
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
@@ -51,21 +57,22 @@ class DecodeWorker:
         channel: Channel,
         receiver: KVReceiver,
         membership: Membership,
+        recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
-        max_step_s: float = 60.0,
     ) -> None:
         self.blocks = BlockManager(runner.num_blocks)
         self.scheduler = DecodeScheduler(
             self.blocks, runner.layout.block_size, runner.max_num_batched_tokens
         )
-        limits = IntakeLimits(
-            runner.config.max_num_seqs, runner.vocab_size, runner.max_model_len, max_step_s
-        )
+        max_num_seqs, max_step_s = runner.config.max_num_seqs, membership.max_step_s
+        limits = IntakeLimits(max_num_seqs, runner.vocab_size, runner.max_model_len, max_step_s)
         self.intake = Intake(runner.layout, self.blocks, limits)
         self._runner = runner
         self._channel = channel
         self._receiver = receiver
         self._membership = membership
+        self._recorder = recorder
+        self._observer = Observer(membership.worker_id, recorder)
         self._clock = clock
         self._answers = Answers(self.scheduler, runner, runner.layout.block_size, clock)
         self._prompts = self._answers.prompts
@@ -74,41 +81,53 @@ class DecodeWorker:
         self.reception = Reception(
             self.intake, self.scheduler, self._prompts, self._draining, self._here()
         )
-        self._num_kv_bytes = 0
-        self._num_frames_dropped = 0
-        self._num_steps = 0
+        self._account = Account(
+            self.scheduler, self.intake, max_num_seqs, runner.max_num_batched_tokens
+        )
 
     def run(self) -> None:
         """Until drained: take what came, admit, compute one step, report its tokens."""
+        lap = self._recorder.lap
         while not self._done():
-            for event in self._membership.receive(self._wait_s()):
+            wait_s, waiting = self._wait_s(), self._account.waits_for
+            events = self._membership.receive(wait_s)
+            lap("receive" if wait_s == 0 else waiting)
+            for event in events:
                 self.take(event)
+            lap("receive")
             self.expire()
             self.admit()
             self.compute()
             self.report()
+            lap("send")
+            self._recorder.turned()
             self._membership.turn(self.stats())
             self.check_when_idle()
+            for report in self._observer.turned(self._clock()):
+                self._channel.send_control(report)
+            lap("other")
 
     def take(self, event: object) -> None:
         """One event of the inbox."""
         match event:
-            case ControlReceived(message):
-                self._take_control(message)
-            case DataReceived(peer, message):
-                self.act(self.reception.handle(peer, message, self._clock()))
+            case ControlReceived(message, at):
+                self._take_control(message, at)
+            case DataReceived(peer, message, at):
+                self.act(self.reception.handle(peer, message, self._clock(), at))
             case FrameWritten():
-                self._num_kv_bytes += event.num_bytes
+                self._account.num_kv_bytes += event.num_bytes
                 self.act(self.intake.written(event, self._clock()))
             case FrameDropped(key, reason):
                 self.intake.dropped(event)
-                self._num_frames_dropped += 1
+                self._account.num_frames_dropped += 1
                 limited.warning("frame", f"dropped a frame of {key.request_id}: {reason}")
             case SendFailed(peer, message):
                 self._send_failed(peer, message)
             case TerminationRequested():
                 self._draining.signalled(self._clock())
                 self._membership.start_draining()
+            case FirstTokenSent():
+                pass  # of a prompt computed here: nothing is handed over
             case EpochChanged() | CoordinatorLost():
                 self._coordinator_changed(event)
             case ChannelFailed(reason):
@@ -134,13 +153,15 @@ class DecodeWorker:
         """One forward pass: a token for each answer, and chunks of prompts."""
         plan = self.scheduler.schedule()
         self._moved = bool(plan)
+        self._recorder.lap("schedule")
         if not plan:
             return
         now = self._clock()
         for planned in plan:
             self._prompts.started(planned.sequence.request.key, now)
         results = compute(self._runner, plan)
-        self._num_steps += 1
+        self._recorder.stepped(self._account.step_of(plan), self._runner.take_spent())
+        self._account.num_steps += 1
         self.scheduler.computed(plan)
         failed: dict[RequestKey, tuple[Request, str]] = {}
         for planned, result in zip(plan, results, strict=True):
@@ -156,8 +177,7 @@ class DecodeWorker:
         for first in self._answers.first_tokens:
             self._channel.send_control(first)
         if self._answers.rows:
-            tokens = m.Tokens(self._membership.epoch, tuple(self._answers.rows))
-            self._channel.send_control(tokens)
+            self._channel.send_control(self._answers.tokens(self._membership.epoch))
         self._answers.first_tokens.clear()
         self._answers.rows.clear()
 
@@ -177,10 +197,10 @@ class DecodeWorker:
                     self.blocks.quarantine(key, writer)
                 case i.EndQuarantine(writer):
                     self.blocks.end_quarantine(writer)
-                case i.Begin(request, first_tokens, order):
-                    self._receiver.revoke(TransferKey(*request.key))
-                    blocks = self.blocks.commit(request.key)
-                    self._answers.begin(request, blocks, order, first_tokens)
+                case i.Begin():
+                    key = action.request.key
+                    self._receiver.revoke(TransferKey(*key))
+                    self._answers.begin(action, self.blocks.commit(key))
                 case i.BeginLocal(request, block_ids, order):
                     self._answers.begin_local(request, block_ids, order)
                 case i.Report(message):
@@ -188,23 +208,7 @@ class DecodeWorker:
                     self._channel.send_control(message)
 
     def stats(self) -> m.WorkerStats:
-        counts = self.blocks.counts
-        return m.WorkerStats(
-            num_blocks_total=counts.total,
-            num_blocks_free=counts.free,
-            num_blocks_used=counts.used,
-            num_blocks_reserved=counts.reserved,
-            num_blocks_quarantined=counts.quarantined,
-            num_requests_running=self.scheduler.num_running,
-            num_requests_waiting=self.intake.num_waiting + self.scheduler.num_preempted,
-            num_transfers_in_flight=self.intake.num_granted,
-            num_tokens_prefilled=self._answers.num_tokens_prefilled,
-            num_tokens_decoded=self._answers.num_tokens_decoded,
-            num_kv_bytes_received=self._num_kv_bytes,
-            num_preemptions=self.scheduler.num_preemptions,
-            num_frames_dropped=self._num_frames_dropped,
-            num_steps=self._num_steps,
-        )
+        return self._account.stats(self._answers, self._recorder.evidence)
 
     def check_when_idle(self) -> None:
         """Invariants that must hold when nothing is here."""
@@ -219,7 +223,7 @@ class DecodeWorker:
         if isinstance(event, EpochChanged) and event.epoch != self._membership.epoch:
             self._membership.rejoin(tuple(m.Held(*key) for key in self.reception.held()))
 
-    def _take_control(self, message: m.ToWorker | m.ToLauncher) -> None:
+    def _take_control(self, message: m.ToWorker | m.ToLauncher, at: float) -> None:
         match message:
             case m.Welcome(_, keep):
                 if self._membership.welcomed(message):
@@ -227,14 +231,14 @@ class DecodeWorker:
                     kept = {RequestKey(held.request_id, held.attempt) for held in keep}
                     self.act(self.reception.keep_only(kept))
             case m.Prefill():
-                self.act(self.reception.prefill(message, self._clock()))
-            case m.Release() | m.PeerGone() | m.Drain():
+                self.act(self.reception.prefill(message, at))
+            case m.Release() | m.PeerGone() | m.Drain() | m.Observe():
                 if message.epoch == self._membership.epoch:
                     self._obey(message, self._clock())
             case _:
                 log.warning("unexpected message %s", message)
 
-    def _obey(self, message: m.Release | m.PeerGone | m.Drain, now: float) -> None:
+    def _obey(self, message: Order, now: float) -> None:
         """What the coordinator of this epoch says of what is here."""
         match message:
             case m.Release(request_id, attempt, _, deadline_s):
@@ -245,6 +249,8 @@ class DecodeWorker:
             case m.Drain(_, deadline_s):
                 self._draining.told(deadline_s, now)
                 self._membership.start_draining()
+            case m.Observe():
+                self._observer.begin(message, now)
 
     def _fail(self, request: Request, stage: m.Stage, reason: str, retriable: bool = True) -> None:
         self.act(self.reception.forget(request.key))
@@ -267,7 +273,12 @@ class DecodeWorker:
         if self._moved:
             return 0
         dues = [s.request.deadline for s in self.scheduler.sequences]
-        due = min([*dues, self.intake.due() or float("inf"), self._draining.due])
+        dues += [
+            self._draining.due,
+            self._recorder.due(self._account.waits_for),
+            self._observer.due(),
+        ]
+        due = min([*dues, self.intake.due() or float("inf")])
         return None if due == float("inf") else max(0.0, due - self._clock())
 
     def _done(self) -> bool:

@@ -11,21 +11,22 @@ from splitserve.membership import Membership
 from splitserve.process import pin_to_cores
 from splitserve.wire.channel import Channel
 from splitserve.wire.links import secret_identity
-from splitserve.worker_process import facts_of, load_runner, run_role
+from splitserve.worker_process import facts_of, load_runner, make_recorder, run_role
 
 
 def serve(config: WorkerConfig, worker_id: str) -> None:
     """Load, join, serve until drained."""
     pin_to_cores(config.cores)
     runner = load_runner(config)
+    recorder = make_recorder(runner)
     channel = Channel(config.keys)
     channel.connect_control(config.control_endpoint, secret_identity(worker_id))
     membership = Membership(config, channel, worker_id)
     sender = make_sender(config.transport, channel, runner.kv_cache)
     membership.watch_signals()
     try:
-        membership.join(facts_of(config, runner))
-        PrefillWorker(runner, channel, sender, membership).run()
+        membership.join(facts_of(config, runner, recorder))
+        PrefillWorker(runner, channel, sender, membership, recorder).run()
     finally:
         membership.leave()
 

@@ -20,9 +20,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from kv_transfer.layout import region_bytes, region_fault
+from prefill_worker.handoff_clock import HandoffClock
 from splitserve.config import KVLayout
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
+
+COMPUTING_EVERY_S = 5.0  # how often a peer hears that more KV comes, when none does
 
 
 class Target(NamedTuple):
@@ -37,7 +40,7 @@ class Send:
     """Put a message on the data channel."""
 
     peer: str
-    message: m.Open | m.Computing | m.Commit | m.Abort
+    message: m.Open | m.Computing | m.Computed | m.Commit | m.Abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class Handoff:
     heard_at: float  # the last sign of progress; the stall timer counts from here
     state: State = "waiting"
     announced: m.Open | None = None
-    granted_at: float = 0.0
+    clock: HandoffClock = field(default_factory=HandoffClock)
     sent_at: float = -float("inf")  # when a frame last went out
     told_at: float = -float("inf")  # when the peer last heard Computing, with no frame since
     num_computed: int = 0
@@ -162,10 +165,12 @@ class Handoff:
         self.heard_at = now
         return Send(self.peer, replace(self.announced, deadline_s=self.request.deadline - now))
 
-    def granted(self, first_missing_token: int, layout: KVLayout, now: float) -> None:
+    def granted(self, first_missing_token: int, layout: KVLayout, at: float, now: float) -> None:
+        """The Grant came `at`, and is taken now."""
         if self.state in ("opened", "queued"):
             self.state = "granted"
-            self.granted_at = self.sent_at = now
+            self.sent_at = now
+            self.clock.granted(at)
             self.num_split = first_missing_token
             num_missing = len(self.request.token_ids) - first_missing_token
             self.num_kv_bytes = num_missing * layout.token_bytes
@@ -189,8 +194,31 @@ class Handoff:
                 return outside or not 0 < num_bytes <= num_tokens * layout.token_bytes
         return False
 
-    def computing(self) -> Send:
-        return Send(self.peer, m.Computing(*self.request.key, epoch=self.request.epoch))
+    def prompt_finished(self, unfinished: tuple[m.TokenRow, ...], now: float) -> list[Action]:
+        """The first tokens are drawn, and choices go on."""
+        assert self.state != "waiting", "a prompt goes on that was not opened"
+        self.first_tokens = unfinished
+        self.heard_at = self.clock.first_token_at = now
+        return self.computed()
+
+    def sent(self, now: float) -> None:
+        """A frame went out: the stall timer restarts."""
+        self.heard_at = self.sent_at = now
+        self.told_at = -float("inf")
+        self.clock.sent(now)
+
+    def computing(self, now: float) -> list[Action]:
+        """The peer hears that more will come, unless it did a moment ago."""
+        if now - self.told_at < COMPUTING_EVERY_S:
+            return []
+        self.told_at = now
+        return [Send(self.peer, m.Computing(*self.request.key, epoch=self.request.epoch))]
+
+    def computed(self) -> list[Action]:
+        """Tell the decode worker, ahead of the last frames, that only they are missing now."""
+        if self.state != "granted" or self.first_tokens is None:
+            return []
+        return [Send(self.peer, m.Computed(*self.request.key, epoch=self.request.epoch))]
 
     def commit(self) -> Send:
         assert self.first_tokens is not None
@@ -215,9 +243,14 @@ class Handoff:
         if self.first_tokens is not None:
             self.first_tokens = tuple(replace(row, attempt=attempt) for row in self.first_tokens)
 
-    def handed_over(self, num_kv_bytes: int, transfer_s: float) -> m.HandedOver:
-        request = self.request
-        return m.HandedOver(*request.key, request.epoch, num_kv_bytes, transfer_s)
+    def handed_over(self, received_at: float, waited_s: float) -> m.HandedOver:
+        """All is at the decode worker, which said so `received_at`."""
+        times = self.clock.times(received_at, waited_s)
+        return m.HandedOver(*self.request.key, self.request.epoch, self.num_kv_bytes, times)
+
+    def over_at_once(self) -> m.HandedOver:
+        """No choice goes on."""
+        return m.HandedOver(*self.request.key, self.request.epoch, num_kv_bytes=0, times=None)
 
     def failed(
         self, stage: m.Stage, reason: str, retriable: bool = True, kept: bool = False

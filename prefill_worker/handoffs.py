@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kv_transfer.chunks import region_bytes, split_regions
 from prefill_worker.handoff import (
+    COMPUTING_EVERY_S,
     Action,
     Disconnect,
     Finish,
@@ -25,7 +26,7 @@ from splitserve.config import KVLayout
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
 
-COMPUTING_EVERY_S = 5.0  # how often a peer hears that more KV comes, when none does
+FromPeer = m.PrefillToDecode | m.DecodeToPrefill
 
 
 class Handoffs:
@@ -45,6 +46,12 @@ class Handoffs:
     def num_in_flight(self) -> int:
         """Transfers that a decode worker has granted and not acknowledged."""
         return sum(h.state in ("granted", "committed") for h in self._handoffs.values())
+
+    @property
+    def num_shipping(self) -> int:
+        """Of these, the ones whose prompt is computed: only the transfer keeps them here."""
+        in_flight = [h for h in self._handoffs.values() if h.state in ("granted", "committed")]
+        return sum(h.first_tokens is not None for h in in_flight)
 
     @property
     def keys(self) -> list[RequestKey]:
@@ -102,34 +109,39 @@ class Handoffs:
         """The first tokens are drawn. With no choice left to go on, the hand-off ends here."""
         handoff = self._handoffs[key.request_id]
         if unfinished:
-            assert handoff.state != "waiting", "a prompt goes on that was not opened"
-            handoff.first_tokens = tuple(unfinished)
-            handoff.heard_at = now
-            return []
-        return self._end(handoff, handoff.handed_over(num_kv_bytes=0, transfer_s=0.0))
+            return handoff.prompt_finished(tuple(unfinished), now)
+        return self._end(handoff, handoff.over_at_once())
+
+    def first_token_sent(self, message: m.FirstToken, at: float) -> None:
+        """It left `at`: from then on its reader waits for the hand-off."""
+        if handoff := self._handoffs.get(message.request_id):
+            handoff.clock.first_token_at = at
 
     def handle(
-        self, peer: str, message: m.PrefillToDecode | m.DecodeToPrefill, now: float
+        self, peer: str, message: FromPeer, now: float, at: float | None = None
     ) -> list[Action]:
-        """An answer of a decode worker."""
+        """An answer of a decode worker, which came `at`: now, unless the loop was busy."""
         handoff = self._open_one(RequestKey(message.request_id, message.attempt))
         if handoff is None:
             if peer not in self._endpoints.values():
                 return []  # it is dead: no new connection to it
             return answer_to_stray(self._handoffs.get(message.request_id), peer, message)
-        handoff.heard_at = now
+        handoff.heard_at, at = now, now if at is None else at
         if handoff.is_beyond(message, self._layout):
             reason = f"the {type(message).__name__} of the decode worker makes no sense"
             return self._misplaced(handoff, reason)
         match message:
             case m.Grant():
-                handoff.granted(message.first_missing_token, self._layout, now)
+                handoff.granted(message.first_missing_token, self._layout, at, now)
+                return handoff.computed()
             case m.Queued():
                 handoff.state = "queued" if handoff.state == "opened" else handoff.state
             case m.Refuse():
                 return self._refused(handoff, message)
             case m.Received() if handoff.state == "committed":
-                return self._received(handoff, now)
+                del self._handoffs[message.request_id]
+                report = handoff.handed_over(at, message.waited_s + message.unsent_s)
+                return [Finish(handoff.request.key, report)]
             case m.Incomplete() if handoff.state == "committed":
                 return self._send_again(handoff, message.missing)
             case m.AbortAck():
@@ -161,8 +173,7 @@ class Handoffs:
     def sent(self, key: RequestKey, now: float) -> None:
         """A frame went out: the stall timer restarts."""
         if handoff := self._open_one(key):
-            handoff.heard_at = handoff.sent_at = now
-            handoff.told_at = -float("inf")
+            handoff.sent(now)
             self.moved(handoff.peer, now)
 
     def moved(self, peer: str, now: float) -> None:
@@ -173,12 +184,14 @@ class Handoffs:
 
     def before_step(self, now: float) -> list[Action]:
         """Peers who would hear nothing for as long as the next step takes hear that it goes on."""
-        return self._tell(now, [h for h in self._granted() if not h.all_sent or not h.first_tokens])
+        going_on = [h for h in self._granted() if not h.all_sent or not h.first_tokens]
+        return [action for handoff in going_on for action in handoff.computing(now)]
 
     def before_wait(self, now: float) -> list[Action]:
         """Peers whose KV has waited for room for a while hear that it goes on."""
         late = now - COMPUTING_EVERY_S
-        return self._tell(now, [h for h in self._granted() if h.pending and h.sent_at <= late])
+        waiting = [h for h in self._granted() if h.pending and h.sent_at <= late]
+        return [action for handoff in waiting for action in handoff.computing(now)]
 
     def release(self, key: RequestKey) -> list[Action]:
         """Forget a prompt, at this attempt or an older one, wherever it is."""
@@ -243,14 +256,6 @@ class Handoffs:
     def _granted(self) -> list[Handoff]:
         return [h for h in self._handoffs.values() if h.state == "granted"]
 
-    def _tell(self, now: float, handoffs: list[Handoff]) -> list[Action]:
-        actions: list[Action] = []
-        for handoff in handoffs:
-            if now - handoff.told_at >= COMPUTING_EVERY_S:
-                handoff.told_at = now
-                actions.append(handoff.computing())
-        return actions
-
     def _open_one(self, key: RequestKey) -> Handoff | None:
         handoff = self._handoffs.get(key.request_id)
         return handoff if handoff and handoff.is_open and handoff.request.key == key else None
@@ -270,12 +275,6 @@ class Handoffs:
         for region in missing:
             handoff.pending.extend(self._split(region))
         return []
-
-    def _received(self, handoff: Handoff, now: float) -> list[Action]:
-        key = handoff.request.key
-        del self._handoffs[key.request_id]
-        transfer_s = now - handoff.granted_at
-        return [Finish(key, handoff.handed_over(handoff.num_kv_bytes, transfer_s))]
 
     def _disconnect_unused(self) -> list[Action]:
         """A new coordinator never says which decode workers died under the one before."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.base import KVSender
 from kv_transfer.chunks import MAX_FRAME_BYTES
+from prefill_worker.attribution import Account
 from prefill_worker.handoff import (
     Action,
     Disconnect,
@@ -20,6 +21,7 @@ from prefill_worker.handoff import (
     Target,
 )
 from prefill_worker.handoffs import Handoffs
+from prefill_worker.refusals import refusal
 from prefill_worker.scheduler import PrefillScheduler
 from splitserve.draining import Draining
 from splitserve.engine.step import compute
@@ -29,6 +31,8 @@ from splitserve.membership import (
     Membership,
     TerminationRequested,
 )
+from splitserve.profiling.observer import Observer
+from splitserve.profiling.recorder import Recorder
 from splitserve.request import SampledToken
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.chunking import Planned
@@ -41,12 +45,15 @@ from splitserve.wire.channel import (
     ChannelFailed,
     ControlReceived,
     DataReceived,
+    FirstTokenSent,
     RoomAvailable,
     SendFailed,
 )
 
 if TYPE_CHECKING:  # the loop itself needs no torch
     from splitserve.engine.model_runner import ModelRunner
+
+Order = m.Retarget | m.Release | m.PeerGone | m.Drain | m.Observe
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +67,7 @@ class PrefillWorker:
         channel: Channel,
         sender: KVSender,
         membership: Membership,
+        recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = BlockManager(runner.num_blocks)
@@ -71,52 +79,64 @@ class PrefillWorker:
         self._channel = channel
         self._sender = sender
         self._membership = membership
+        self._recorder = recorder
+        self._observer = Observer(membership.worker_id, recorder)
         self._clock = clock
         self._prompts = PromptClock()
         self._draining = Draining(membership.drain_grace_s)
-        self._num_tokens = 0
-        self._num_kv_bytes = 0
-        self._num_steps = 0
+        self._account = Account(self.scheduler, self.handoffs, runner.max_num_batched_tokens)
 
     def run(self) -> None:
         """Until drained: take what came, compute one step, push KV, admit.
 
         Admission comes last: before the loop waits, whoever can start has started.
         """
+        lap = self._recorder.lap
         while not self._done():
-            for event in self._membership.receive(self._wait_s()):
+            wait_s, waiting = self._wait_s(), self._account.waits_for
+            events = self._membership.receive(wait_s)
+            lap("receive" if wait_s == 0 else waiting)
+            for event in events:
                 self.take(event)
+            lap("receive")
             self.expire()
             self.compute()
             for event in self._membership.receive(0):
                 self.take(event)  # Grants that came during the step: their KV can go now
             self.push()
+            lap("send")
             self.admit()
+            lap("schedule")
+            self._recorder.turned()
             self._membership.turn(self.stats())
             self.check_when_idle()
+            for report in self._observer.turned(self._clock()):
+                self._channel.send_control(report)
+            lap("other")
 
     def take(self, event: object) -> None:
         """One event of the inbox."""
         now = self._clock()
         match event:
-            case ControlReceived(message):
-                self._take_control(message, now)
-            case DataReceived(peer, message):
-                self.act(self.handoffs.handle(peer, message, now))
+            case ControlReceived(message, at):
+                self._take_control(message, now, at)
+            case DataReceived(peer, message, at):
+                self.act(self.handoffs.handle(peer, message, now, at))
             case SendFailed(peer, message):
                 self._send_failed(peer, message)
             case TerminationRequested():
                 self._draining.signalled(now)
                 self._membership.start_draining()
-            case EpochChanged(epoch):
-                if epoch != self._membership.epoch:
-                    self._membership.rejoin(tuple(m.Held(*key) for key in self.handoffs.keys))
-            case CoordinatorLost():
+            case EpochChanged(epoch) if epoch != self._membership.epoch:
+                self._membership.rejoin(tuple(m.Held(*key) for key in self.handoffs.keys))
+            case EpochChanged() | CoordinatorLost():
                 pass  # the loop turns, and leaves if it drains
             case ChannelFailed(reason):
                 raise RuntimeError(f"the I/O thread ended: {reason}")
             case RoomAvailable(peer):
                 self.handoffs.moved(peer, now)  # the loop turns, and push looks at the room
+            case FirstTokenSent(first, at):
+                self.handoffs.first_token_sent(first, at)
             case _:
                 log.warning("unexpected event %s", event)
 
@@ -134,14 +154,17 @@ class PrefillWorker:
     def compute(self) -> None:
         """One forward pass over the next chunks."""
         plan = self.scheduler.schedule()
+        self._recorder.lap("schedule")
         if not plan:
             return
         now = self._clock()
         for chunk in plan:
             self._prompts.started(chunk.sequence.request.key, now)
         self.act(self.handoffs.before_step(now))
+        self._recorder.lap("send")
         results = compute(self._runner, plan)
-        self._num_steps += 1
+        self._recorder.stepped(self._account.step_of(plan), self._runner.take_spent())
+        self._account.num_steps += 1
         self.scheduler.computed(plan)
         for planned, result in zip(plan, results, strict=True):
             if isinstance(result, str):
@@ -164,7 +187,7 @@ class PrefillWorker:
                 case SendFrame(peer, key, epoch, region):
                     header = m.FrameHeader(*key, epoch=epoch, region=region, checksum=0)
                     block_ids = self.scheduler.block_ids(key.request_id)
-                    self._num_kv_bytes += self._sender.send(peer, header, block_ids)
+                    self._account.num_kv_bytes += self._sender.send(peer, header, block_ids)
                     self.handoffs.sent(key, self._clock())
                 case Finish(key, report):
                     self.scheduler.release(key.request_id)
@@ -180,19 +203,7 @@ class PrefillWorker:
                     self._channel.disconnect(peer)
 
     def stats(self) -> m.WorkerStats:
-        counts = self.blocks.counts
-        return m.WorkerStats(
-            num_blocks_total=counts.total,
-            num_blocks_free=counts.free,
-            num_blocks_used=counts.used,
-            num_blocks_reserved=counts.reserved,
-            num_requests_running=self.scheduler.num_computing,
-            num_requests_waiting=self.scheduler.num_waiting,
-            num_transfers_in_flight=self.handoffs.num_in_flight,
-            num_tokens_prefilled=self._num_tokens,
-            num_kv_bytes_sent=self._num_kv_bytes,
-            num_steps=self._num_steps,
-        )
+        return self._account.stats(self._recorder.evidence)
 
     def check_when_idle(self) -> None:
         """Invariants that must hold when nothing is here."""
@@ -201,7 +212,7 @@ class PrefillWorker:
             assert self.blocks.counts.used == 0, "blocks are held by nobody"
             assert not (self._prompts or self.handoffs), "a prompt was not forgotten"
 
-    def _take_control(self, message: m.ToWorker | m.ToLauncher, now: float) -> None:
+    def _take_control(self, message: m.ToWorker | m.ToLauncher, now: float, at: float) -> None:
         match message:
             case m.Welcome(_, keep):
                 if self._membership.welcomed(message):
@@ -209,14 +220,14 @@ class PrefillWorker:
                         self.handoffs.keep_only({RequestKey(h.request_id, h.attempt) for h in keep})
                     )
             case m.Prefill():
-                self._submit(message, now)
-            case m.Retarget() | m.Release() | m.PeerGone() | m.Drain():
+                self._submit(message, at)
+            case m.Retarget() | m.Release() | m.PeerGone() | m.Drain() | m.Observe():
                 if message.epoch == self._membership.epoch:
                     self._obey(message, now)
             case _:
                 log.warning("unexpected message %s", message)
 
-    def _obey(self, message: m.Retarget | m.Release | m.PeerGone | m.Drain, now: float) -> None:
+    def _obey(self, message: Order, now: float) -> None:
         """What the coordinator of this epoch says of what is here."""
         match message:
             case m.Retarget():
@@ -228,41 +239,30 @@ class PrefillWorker:
             case m.Drain(_, deadline_s):
                 self._draining.told(deadline_s, now)
                 self._membership.start_draining()
+            case m.Observe():
+                self._observer.begin(message, now)
 
-    def _submit(self, message: m.Prefill, now: float) -> None:
-        request = Request.of(message, now)
+    def _submit(self, message: m.Prefill, at: float) -> None:
+        request = Request.of(message, at)
         held = self.handoffs.attempt_of(message.request_id)
         if held is not None and held >= message.attempt:
             log.warning("dropped Prefill %s: attempt %d is here", request.key, held)
             return
         self.act(self.handoffs.release(request.key))  # an older attempt
-        refusal = self._refusal(request, message)
-        if refusal is not None:
-            report = m.Failed(*request.key, request.epoch, "admission", *refusal)
+        why = refusal(request, message, self._membership, self._draining, self.scheduler)
+        if why is not None:
+            report = m.Failed(*request.key, request.epoch, "admission", *why)
             self._channel.send_control(report)
             return
         assert message.decode_worker_id is not None and message.decode_endpoint is not None
-        self._prompts.arrived(request.key, now)
+        self._prompts.arrived(request.key, at)
         target = Target(message.decode_worker_id, message.decode_endpoint)
-        self.handoffs.add(request, target, now)
+        self.handoffs.add(request, target, at)
         self.scheduler.submit(request)
-
-    def _refusal(self, request: Request, message: m.Prefill) -> tuple[str, bool] | None:
-        """Why a prompt can't be taken, and whether another worker might; None when it can."""
-        if message.epoch != self._membership.epoch:
-            return f"epoch is {self._membership.epoch} here, not {message.epoch}", True
-        if self._draining.started:
-            return f"prefill worker {self._membership.worker_id} is draining", True
-        if self.scheduler.never_fits(request):
-            num_blocks = self.blocks.counts.total
-            return f"{len(request.token_ids)} tokens never fit in {num_blocks} blocks", False
-        if message.decode_worker_id is None or message.decode_endpoint is None:
-            return "Prefill without a decode worker", False
-        return None
 
     def _computed(self, planned: Planned, tokens: tuple[SampledToken, ...]) -> None:
         key = planned.sequence.request.key
-        self._num_tokens += planned.num_tokens
+        self._account.num_tokens += planned.num_tokens
         self.handoffs.computed(key, planned.end)
         if planned.samples:
             self._first_tokens(planned, tokens)
@@ -291,7 +291,8 @@ class PrefillWorker:
     def _wait_s(self) -> float | None:
         if self.scheduler.num_computing:
             return 0
-        due = min(self.handoffs.due() or float("inf"), self._draining.due)
+        dues = self._draining.due, self._recorder.due(self._account.waits_for), self._observer.due()
+        due = min(self.handoffs.due() or float("inf"), *dues)
         return None if due == float("inf") else max(0.0, due - self._clock())
 
     def _done(self) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: `splitserve serve | up | down | scale | restart | status | chat | bench`."""
+"""The command line: `splitserve serve | up | down | scale | restart | status | chat | ...`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from splitserve import __version__
 from splitserve.commands.bench import bench
 from splitserve.commands.chat import chat
 from splitserve.commands.errors import show_error
-from splitserve.commands.later import profile
 from splitserve.commands.plain_help import PlainCommand
+from splitserve.commands.profile import profile
 from splitserve.commands.ray import down, up
 from splitserve.commands.running import restart, scale, status
 from splitserve.commands.serve import serve
@@ -24,10 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help and errors: a box cuts long names, also in a pipe
 )
-for command in (serve, up, down, scale, restart, status, chat, bench):
+for command in (serve, up, down, scale, restart, status, chat, bench, profile):
     app.command(cls=PlainCommand)(command)
-for command in (profile,):
-    app.command(cls=PlainCommand, hidden=True)(command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -25,7 +25,7 @@ _SHOWN = {
     "prefill_s": "prefill",
     "ttft_s": "first token",
     "handoff_gap_s": "hand-off",
-    "transfer_s": "KV transfer",
+    "kv_transfer_s": "KV transfer",
 }
 
 

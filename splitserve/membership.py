@@ -51,6 +51,7 @@ class Membership:
         self.worker_id = worker_id
         self.epoch = ""
         self.drain_grace_s = config.drain_grace_s
+        self.max_step_s = config.liveness.max_step_s
         self._config = config
         self._channel = channel
         self._behind_welcome: list[object] = []  # what came with it, for the loop

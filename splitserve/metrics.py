@@ -1,60 +1,45 @@
 """Prometheus metrics of a cluster: vLLM's names behind `splitserve_`, and our own.
 
 Every series carries model_name, role and worker_id; what the coordinator measures itself has role
-"coordinator". What workers report is read when somebody scrapes, never copied into counters.
+"coordinator". What workers report is read when somebody scrapes (cluster_metrics.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from splitserve.cluster_metrics import COORDINATOR, LABELS, PREFIX, ClusterCollector, ClusterSample
 from splitserve.timeline import Timeline
-from splitserve.wire.messages import WorkerStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-COORDINATOR = "coordinator"
-LABELS = ("model_name", "role", "worker_id")
 
-_PREFIX = "splitserve_"
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6,
     1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": "From a request's arrival to its first token.",
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_DURATIONS = {
+    "time_to_first_token_seconds": "From a request's arrival until its first token was sent.",
     "inter_token_latency_seconds": "Between two deliveries of tokens to one choice.",
     "e2e_request_latency_seconds": "From a request's arrival to its end.",
     "request_queue_time_seconds": "Waiting in the coordinator and the worker, before prefill.",
     "request_prefill_time_seconds": "From a prompt's first forward pass to its first token.",
+    "request_delivery_time_seconds": "From the end of prefill until the first token was sent.",
+    "request_decode_time_seconds": "From the first token to the last.",
+    "request_inference_time_seconds": "From a prompt's first forward pass to the last token.",
     "handoff_gap_seconds": "Between tokens 0 and 1 of a request that was handed over.",
-    "kv_transfer_seconds": "From Grant to Received of a KV transfer.",
+    "handoff_grant_wait_seconds": "Within the gap: until the decode worker had room.",
+    "handoff_transfer_seconds": "Within the gap: until all KV was at the decode worker.",
+    "handoff_decode_wait_seconds": "Within the gap: until its first decode step began.",
+    "handoff_first_step_seconds": "Within the gap: the first decode step.",
+    "kv_transfer_seconds": "From Grant to Received of a KV transfer, much of it during prefill.",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSample:
-    """A living worker at the moment of a scrape."""
-
-    worker_id: str
-    role: str
-    stats: WorkerStats
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSample:
-    """The cluster at the moment of a scrape."""
-
-    workers: Sequence[WorkerSample]
-    num_requests_in_flight: int
-    num_requests_waiting: int
-    num_local_prefills: int
-    num_wasted_tokens: int
-    num_protocol_errors: int
+_SIZES = {
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Tokens of a request's answers.",
+}
 
 
 class Metrics:
@@ -64,115 +49,68 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._own = {"model_name": model_name, "role": COORDINATOR, "worker_id": COORDINATOR}
         self._histograms = {
-            name: Histogram(
-                _PREFIX + name, text, LABELS, buckets=_SECONDS, registry=self._registry
-            ).labels(**self._own)
-            for name, text in _HISTOGRAMS.items()
+            **{name: self._histogram(name, text, _SECONDS) for name, text in _DURATIONS.items()},
+            **{name: self._histogram(name, text, _TOKENS) for name, text in _SIZES.items()},
         }
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, once a request.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens of answers.")
         self._success = Counter(
-            f"{_PREFIX}request_success",
+            f"{PREFIX}request_success",
             "Choices that ended, by finish_reason (abort: cancelled or failed).",
             (*LABELS, "finished_reason"),
             registry=self._registry,
         )
-        self._registry.register(_ClusterCollector(model_name, sample))
+        self._registry.register(ClusterCollector(model_name, sample))
 
     def tokens_delivered(self, num_tokens: int, since_last_s: float | None) -> None:
         """Some tokens of one choice went out, so long after the ones before them."""
         self._generation_tokens.inc(num_tokens)
-        if since_last_s is not None:
-            self._histograms["inter_token_latency_seconds"].observe(since_last_s)
+        self._observe("inter_token_latency_seconds", since_last_s)
 
-    def transferred(self, transfer_s: float) -> None:
-        self._histograms["kv_transfer_seconds"].observe(transfer_s)
-
-    def finished(self, timeline: Timeline, num_prompt_tokens: int, reasons: Iterable[str]) -> None:
-        """A request came to its end, by itself."""
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self.ended(reasons)
-        self._observe("time_to_first_token_seconds", timeline.ttft_s)
-        self._observe("e2e_request_latency_seconds", timeline.e2e_s)
-        self._observe("request_queue_time_seconds", timeline.queue_s)
-        self._observe("request_prefill_time_seconds", timeline.prefill_s)
-        if timeline.was_handed_over:
-            self._observe("handoff_gap_seconds", timeline.handoff_gap_s)
+    def transferred(self, kv_transfer_s: float) -> None:
+        """KV went over, whatever becomes of its request."""
+        self._observe("kv_transfer_seconds", kv_transfer_s)
 
     def ended(self, reasons: Iterable[str]) -> None:
         """Choices that ended for these reasons."""
         for reason in reasons:
             self._success.labels(**self._own, finished_reason=reason).inc()
 
+    def counted(self, num_prompt_tokens: int, num_generated_tokens: int) -> None:
+        """A request came to its end by itself: its tokens."""
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._observe("request_prompt_tokens", num_prompt_tokens)
+        self._observe("request_generation_tokens", num_generated_tokens)
+
+    def timed(self, timeline: Timeline) -> None:
+        """A request came to its end by itself: its times, as far as they are known."""
+        self._observe("time_to_first_token_seconds", timeline.ttft_s)
+        self._observe("e2e_request_latency_seconds", timeline.e2e_s)
+        self._observe("request_queue_time_seconds", timeline.queue_s)
+        self._observe("request_prefill_time_seconds", timeline.prefill_s)
+        self._observe("request_delivery_time_seconds", timeline.delivery_s)
+        self._observe("request_decode_time_seconds", timeline.decode_s)
+        self._observe("request_inference_time_seconds", timeline.inference_s)
+
+    def handoff_timed(self, timeline: Timeline) -> None:
+        """The same for its hand-off, once both of its workers have told of it."""
+        self._observe("handoff_gap_seconds", timeline.handoff_gap_s)
+        self._observe("handoff_grant_wait_seconds", timeline.grant_wait_s)
+        self._observe("handoff_transfer_seconds", timeline.transfer_s)
+        self._observe("handoff_decode_wait_seconds", timeline.decode_wait_s)
+        self._observe("handoff_first_step_seconds", timeline.first_step_s)
+
     def render(self) -> bytes:
         """The text a scrape gets."""
         return generate_latest(self._registry)
 
-    def _observe(self, name: str, seconds: float | None) -> None:
-        if seconds is not None:
-            self._histograms[name].observe(seconds)
+    def _observe(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self._histograms[name].observe(max(0.0, value))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(PREFIX + name, text, LABELS, buckets=buckets, registry=self._registry)
+        return histogram.labels(**self._own)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(_PREFIX + name, text, LABELS, registry=self._registry).labels(**self._own)
-
-
-class _ClusterCollector(Collector):
-    """Series that are read off the cluster at each scrape."""
-
-    def __init__(self, model_name: str, sample: Callable[[], ClusterSample]) -> None:
-        self._model_name = model_name
-        self._sample = sample
-
-    def collect(self) -> Iterator[Metric]:
-        cluster = self._sample()
-        own = (COORDINATOR, COORDINATOR)
-        workers = [(w.role, w.worker_id, w.stats) for w in cluster.workers]
-        running = {own: float(cluster.num_requests_in_flight)}
-        waiting = {own: float(cluster.num_requests_waiting)}
-        running |= {(r, i): float(s.num_requests_running) for r, i, s in workers}
-        waiting |= {(r, i): float(s.num_requests_waiting) for r, i, s in workers}
-        yield self._gauge("num_requests_running", "Requests being computed.", running)
-        yield self._gauge("num_requests_waiting", "Requests waiting for room.", waiting)
-        usage = {(r, i): _usage(s) for r, i, s in workers}
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
-        for name, field in _WORKER_COUNTERS.items():
-            values = {(r, i): float(getattr(s, field)) for r, i, s in workers}
-            yield self._counter(name, f"{field} of a worker, since its start.", values)
-        for name, text in _OWN_COUNTERS.items():
-            value = {own: float(getattr(cluster, name))}
-            yield self._counter(name, text, value)
-        for name in ("prefix_cache_queries", "prefix_cache_hits"):
-            yield self._counter(name, "Prompt tokens; 0 without a prefix cache.", {own: 0.0})
-
-    def _gauge(self, name: str, text: str, values: Mapping[tuple[str, str], float]) -> Metric:
-        family = GaugeMetricFamily(_PREFIX + name, text, labels=LABELS)
-        for labels, value in values.items():
-            family.add_metric((self._model_name, *labels), value)
-        return family
-
-    def _counter(self, name: str, text: str, values: Mapping[tuple[str, str], float]) -> Metric:
-        family = CounterMetricFamily(_PREFIX + name, text, labels=LABELS)
-        for labels, value in values.items():
-            family.add_metric((self._model_name, *labels), value)
-        return family
-
-
-# Bytes are counted where they arrive, so that a sum over workers counts each once.
-_WORKER_COUNTERS = {
-    "num_preemptions": "num_preemptions",
-    "kv_transfer_bytes": "num_kv_bytes_received",
-    "num_tokens_prefilled": "num_tokens_prefilled",
-    "num_tokens_decoded": "num_tokens_decoded",
-    "num_frames_dropped": "num_frames_dropped",
-    "num_steps": "num_steps",
-}
-_OWN_COUNTERS = {
-    "num_local_prefills": "Prompts that a decode worker was asked to compute itself.",
-    "num_wasted_tokens": "Tokens sampled for choices that had already ended.",
-    "num_protocol_errors": "Malformed messages on the control channel.",
-}
-
-
-def _usage(stats: WorkerStats) -> float:
-    total = stats.num_blocks_total
-    return 1.0 - (stats.num_blocks_free + stats.num_blocks_cached) / total if total else 0.0
+        return Counter(PREFIX + name, text, LABELS, registry=self._registry).labels(**self._own)

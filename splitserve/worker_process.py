@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from splitserve.config import ROLE_CONFIG_ENV, WorkerConfig, from_json
+from splitserve.engine.ceilings import ceilings
+from splitserve.engine.kv_cache import DTYPES
 from splitserve.engine.model_runner import ModelRunner
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.models import fingerprint
 from splitserve.process import die_with_parent
+from splitserve.profiling.recorder import Recorder
 from splitserve.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,13 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
     return runner
 
 
-def facts_of(config: WorkerConfig, runner: ModelRunner) -> m.WorkerFacts:
+def make_recorder(runner: ModelRunner) -> Recorder:
+    """The worker's stopwatch. What this machine can do is measured once, and remembered."""
+    roofs = ceilings(DTYPES[runner.layout.dtype], runner.num_threads, "cpu")
+    return Recorder(roofs, runner.work_model.weight_bytes)
+
+
+def facts_of(config: WorkerConfig, runner: ModelRunner, recorder: Recorder) -> m.WorkerFacts:
     """What Hello says about this worker."""
     return m.WorkerFacts(
         num_blocks=runner.num_blocks,
@@ -60,4 +69,7 @@ def facts_of(config: WorkerConfig, runner: ModelRunner) -> m.WorkerFacts:
         fingerprint=fingerprint(Path(config.engine.model)),
         num_threads=runner.num_threads,
         device=config.device,
+        ceilings=recorder.ceilings,
+        weight_bytes=recorder.weight_bytes,
+        transport=config.transport,
     )

@@ -11,12 +11,23 @@ import numpy as np
 
 from splitserve.config import EngineConfig, Fingerprint, KVLayout
 from splitserve.engine.batch import Chunk, SampleRow
+from splitserve.engine.step_work import StepMeter, WorkModel
 from splitserve.request import SampledToken
 from splitserve.wire.messages import Region, WorkerFacts
+from splitserve.work import StepSpent
 from tests.fake_store import FakeStore, whole
 
 LAYOUT = KVLayout("float32", num_layers=3, num_kv_heads=2, head_dim=2, block_size=4)
 VOCAB_SIZE = 50_000
+WORK = WorkModel(
+    layer_bytes=1_000_000,
+    head_bytes=100_000,
+    embedding_row_bytes=8,
+    kv_token_bytes=LAYOUT.token_bytes,
+    token_flops=2_000_000,
+    pair_flops=100,
+    logits_row_flops=200_000,
+)
 
 
 def next_token(history: Sequence[int], seed: int) -> int:
@@ -49,9 +60,11 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self.layout = LAYOUT
         self.vocab_size = VOCAB_SIZE
+        self.work_model = WORK
         self.kv_cache = FakeStore(LAYOUT, self.num_blocks)
         self.config = EngineConfig("fake", max_num_seqs=self.max_num_seqs)
         self.copies: list[tuple[int, int]] = []
+        self._meter = StepMeter()
         self.step_s = 0.02
         self.at_full_speed = threading.Event()  # cleared: a step takes `step_s`
         self.at_full_speed.set()
@@ -62,10 +75,20 @@ class FakeRunner:
         return WorkerFacts(*limits, self.max_model_len, LAYOUT, same, 1, "cpu")
 
     def step(self, chunks: Sequence[Chunk]) -> list[tuple[SampledToken, ...]]:
-        self.at_full_speed.wait(self.step_s)
-        for chunk in chunks:
-            self._compute(chunk)
-        return [tuple(self._sample(row) for row in chunk.samples) for chunk in chunks]
+        with self._meter.during("prepare"):
+            ends = np.array([chunk.end for chunk in chunks])
+            query_lens = ends - np.array([chunk.start for chunk in chunks])
+        with self._meter.during("forward"):
+            self.at_full_speed.wait(self.step_s)
+            for chunk in chunks:
+                self._compute(chunk)
+        num_logits_rows = sum(bool(chunk.samples) for chunk in chunks)
+        self._meter.did(self.work_model.of(query_lens, ends, num_logits_rows))
+        with self._meter.during("sample"):
+            return [tuple(self._sample(row) for row in chunk.samples) for chunk in chunks]
+
+    def take_spent(self) -> StepSpent:
+        return self._meter.take()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:

@@ -20,6 +20,7 @@ from splitserve.membership import Membership, TerminationRequested
 from splitserve.request import Sampling
 from splitserve.wire import messages as m
 from splitserve.wire.channel import Channel, DataReceived
+from tests.fake_recorder import fake_recorder
 from tests.fake_runner import LAYOUT, FakeRunner, answer
 from tests.scripted_coordinator import ScriptedCoordinator
 from tests.waiting import wait_until
@@ -40,7 +41,8 @@ class Ring:
         receiver = StoreReceiver(runner.kv_cache)
         channel = Channel(None, receiver)
         membership = self._join(name, "decode", channel, runner)
-        worker = DecodeWorker(runner, channel, receiver, membership)  # type: ignore[arg-type]
+        parts: Any = (runner, channel, receiver, membership, fake_recorder())
+        worker = DecodeWorker(*parts)
         self._run(name, worker, channel, membership)
         return runner
 
@@ -51,7 +53,8 @@ class Ring:
         channel = Channel(None, staging_budget_bytes=staging_bytes)
         membership = self._join(name, "prefill", channel, runner)
         sender = TcpSender(channel, runner.kv_cache)
-        worker = PrefillWorker(runner, channel, sender, membership)  # type: ignore[arg-type]
+        parts: Any = (runner, channel, sender, membership, fake_recorder())
+        worker = PrefillWorker(*parts)
         self._run(name, worker, channel, membership)
         return runner
 

@@ -120,7 +120,7 @@ async def answer(request: Request, answer_format: Format, orders: Sequence[Order
     no end marker. A client that hangs up cancels everything it asked for.
     """
     service = answer_format.service
-    call = service.submit(orders)
+    call = service.submit(orders, request.state.received_at)
     handed_on = False
     try:
         if not answer_format.body.stream:
@@ -163,6 +163,7 @@ class _Events:
         self._call = call
         self._pending: dict[int, ChoiceText] = {}
         self._begun: set[int] = set()
+        self._unsent: set[int] = set()  # positions of prompts whose first bytes are being sent
         self._timelines: dict[int, Timeline] = {}
         options = answer_format.body.stream_options
         self._wants_usage = bool(options and options.include_usage)
@@ -174,10 +175,13 @@ class _Events:
                 events = [self._take(*one) for one in news]
                 if any(events):
                     yield b"".join(events)
+                    self._sent()
                 if len(self._timelines) == len(self._call.tickets):
                     break
                 news = await self._call.next()
-            yield self._last() + b"data: [DONE]\n\n"
+            last = self._last()
+            self._format.service.answered(self._call)  # before the client knows that it has all
+            yield last + b"data: [DONE]\n\n"
         except SplitserveError as error:
             yield event(error_body(error))
         except Exception:
@@ -201,11 +205,26 @@ class _Events:
         if not self._begun:
             chunk |= self._format.prompt_ids()
         is_first = index not in self._begun
-        self._begun.add(index)
+        if is_first:
+            self._begin(index)
         chunk["choices"] = [self._format.chunk_choice(index, text, is_first)]
         if self._wants_usage:
             chunk["usage"] = None
         return event(chunk)
+
+    def _begin(self, index: int) -> None:
+        """The first chunk of a choice; perhaps of its prompt."""
+        self._begun.add(index)
+        position = index // self._format.num_choices
+        if self._call.tickets[position].first_sent_at is None:
+            self._unsent.add(position)
+
+    def _sent(self) -> None:
+        if self._unsent:
+            now = time.monotonic()
+            for position in self._unsent:
+                self._call.tickets[position].sent(now)
+            self._unsent.clear()
 
     def _last(self) -> bytes:
         """A chunk without choices, for those who asked for usage or timing."""

@@ -34,6 +34,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/cluster", cluster.cluster),
     ("POST", "/cluster/scale", cluster.scale),
     ("POST", "/cluster/restart", cluster.restart),
+    ("POST", "/cluster/profile", cluster.profile),
 )
 
 

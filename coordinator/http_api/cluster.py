@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 
+from typing import Any
+
 from fastapi import Request, Response
+from starlette.responses import StreamingResponse
 
 from coordinator.http_api.body import read_object
-from coordinator.http_api.errors import JsonResponse
-from coordinator.http_api.schemas import RestartBody, ScaleBody, validate
+from coordinator.http_api.errors import JsonResponse, dump
+from coordinator.http_api.schemas import ProfileBody, RestartBody, ScaleBody, validate
 from coordinator.service import Service
 from splitserve.metrics import CONTENT_TYPE
 
@@ -42,6 +46,18 @@ async def scale(service: Service, request: Request) -> Response:
 async def restart(service: Service, request: Request) -> Response:
     body = validate(RestartBody, await read_object(request))
     return JsonResponse({"worker_ids": service.restart(body.pool)}, 202)
+
+
+async def profile(service: Service, request: Request) -> Response:
+    """What every worker does from now on, as it happens: NDJSON."""
+    body = validate(ProfileBody, await read_object(request))
+    lines = service.profile(body.duration_s)
+    return StreamingResponse(_ndjson(lines), media_type="application/x-ndjson")
+
+
+async def _ndjson(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    async for line in lines:
+        yield dump(line) + b"\n"
 
 
 async def metrics(service: Service, _request: Request) -> Response:

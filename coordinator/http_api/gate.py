@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import time
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,6 +20,8 @@ MAX_LABEL_CHARS = 200
 class Gate:
     """Lets nothing in without a key, when there are keys, but questions after our health.
 
+    It stamps what comes in: from here on a request's time counts.
+
     A client's x-request-id is a label: it comes back in the answer, and means nothing inside.
     """
 
@@ -30,6 +33,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope.setdefault("state", {})["received_at"] = time.monotonic()
         headers = Headers(scope=scope)
         label = _label(headers.get("x-request-id"))
 

@@ -20,6 +20,7 @@ MAX_LOGIT_BIASES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
+MAX_PROFILE_S = 600.0
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -105,6 +106,10 @@ class DetokenizeBody(Strict):
 class ScaleBody(Strict):
     prefill: int
     decode: int
+
+
+class ProfileBody(Strict):
+    duration_s: Annotated[float, Field(ge=1.0, le=MAX_PROFILE_S)] = 30.0
 
 
 class RestartBody(Strict):

@@ -18,8 +18,10 @@ from splitserve.engine.models.decoder import Decoder, load_decoder
 from splitserve.engine.models.rope import Rope
 from splitserve.engine.resolve import layout_of, resolve
 from splitserve.engine.sampler import sample
+from splitserve.engine.step_work import StepMeter, WorkModel
 from splitserve.errors import ConfigError
 from splitserve.request import SampledToken, Sampling
+from splitserve.work import StepSpent
 
 _WARM_UP_TOKENS = 64
 
@@ -35,7 +37,9 @@ class ModelRunner:
         self.layout = kv_cache.layout
         self.num_blocks = kv_cache.num_blocks
         self.vocab_size = model.vocab_size
+        self.work_model = WorkModel.from_shapes(model, self.layout, kv_cache.tensor.dtype)
         self._decoder = decoder
+        self._meter = StepMeter()
 
     @classmethod
     def load(cls, config: EngineConfig, device: str = "cpu") -> ModelRunner:
@@ -81,16 +85,27 @@ class ModelRunner:
         """Compute every chunk, at least one. One tuple each: a token for each of its samples."""
         logits = self.logits(chunks)
         rows = [row for chunk in chunks for row in chunk.samples]
-        with torch.inference_mode():
+        with self._meter.during("sample"), torch.inference_mode():
             tokens = iter(sample(logits, rows) if rows else [])
         return [tuple(next(tokens) for _ in chunk.samples) for chunk in chunks]
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute every chunk; logits [num_samples, vocab] in the model's dtype, in order."""
-        batch = build_batch(chunks, self.layout.block_size)
-        logits = self._decoder(batch, self.kv_cache.tensor)
-        return logits if batch.sample_rows is None else logits[batch.sample_rows]
+        with self._meter.during("prepare"):
+            batch = build_batch(chunks, self.layout.block_size)
+        with self._meter.during("forward"):
+            logits = self._decoder(batch, self.kv_cache.tensor)
+            if batch.sample_rows is not None:
+                logits = logits[batch.sample_rows]
+        self._meter.did(
+            self.work_model.of(batch.query_lens, batch.context_lens, len(batch.logits_rows))
+        )
+        return logits
+
+    def take_spent(self) -> StepSpent:
+        """What all passes since the last call took and did; of one that failed, what it took."""
+        return self._meter.take()
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -111,3 +126,4 @@ class ModelRunner:
         self.step([prefill])
         self.step([Chunk(history, num_tokens - 1, num_tokens, blocks, (row,)), prefill])
         self.kv_cache.tensor[:, :, : len(blocks)] = 0
+        self.take_spent()  # it was no step of anybody's

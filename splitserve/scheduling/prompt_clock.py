@@ -1,4 +1,8 @@
-"""When each prompt arrived and when its computing began, for the timing of an answer."""
+"""When each prompt arrived and when its computing began, for the timing of an answer.
+
+On a decode worker a prompt that was handed over has arrived with its Commit, and the computing is
+that of its second token.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from splitserve.scheduling.sequence import RequestKey
 
 
 class PromptClock:
-    """Owns two moments of each prompt that has no first token yet."""
+    """Owns two moments of each prompt that has brought no token here yet."""
 
     def __init__(self) -> None:
         self._arrived: dict[RequestKey, float] = {}
@@ -14,6 +18,9 @@ class PromptClock:
 
     def __len__(self) -> int:
         return len(self._arrived)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._arrived
 
     def arrived(self, key: RequestKey, now: float) -> None:
         self._arrived[key] = now

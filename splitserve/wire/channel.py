@@ -20,19 +20,20 @@ import zmq
 
 from splitserve.config import CurveKeys
 from splitserve.errors import ConfigError
-from splitserve.wire.codec import decoder_for, encode
+from splitserve.wire.codec import decoder_for
 from splitserve.wire.curve import authenticate
 from splitserve.wire.events import (
     COORDINATOR,
     ChannelFailed,
     ControlReceived,
     DataReceived,
+    FirstTokenSent,
     FrameSink,
     RoomAvailable,
     SendFailed,
 )
 from splitserve.wire.io_loop import Adopt, Disconnect, IoLoop
-from splitserve.wire.links import Link, Outgoing, Part, dealer, router
+from splitserve.wire.links import Link, dealer, outgoing, router
 from splitserve.wire.messages import (
     DecodeToPrefill,
     PrefillToDecode,
@@ -48,6 +49,7 @@ __all__ = [
     "ChannelFailed",
     "ControlReceived",
     "DataReceived",
+    "FirstTokenSent",
     "FrameSink",
     "RoomAvailable",
     "SendFailed",
@@ -115,7 +117,7 @@ class Channel:
 
     def send_control(self, message: ToCoordinator) -> None:
         """Send to the coordinator."""
-        self._loop.submit(Outgoing(COORDINATOR, message, (encode(message),), 0))
+        self._loop.submit(outgoing(COORDINATOR, message))
 
     def send_data(
         self,
@@ -132,10 +134,7 @@ class Channel:
         if not self._staging.add(peer, num_bytes):
             self.post(SendFailed(peer, message))
             return
-        parts: tuple[Part, ...] = (encode(message),)
-        if buffer is not None:
-            parts = (*parts, buffer)
-        self._loop.submit(Outgoing(peer, message, parts, num_bytes))
+        self._loop.submit(outgoing(peer, message, buffer))
 
     def disconnect(self, peer: str) -> None:
         """Close the connection to an endpoint. What was queued for it is dropped, unsent."""

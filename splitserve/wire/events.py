@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from splitserve.wire.messages import (
     DecodeToPrefill,
+    FirstToken,
     FrameHeader,
     Message,
     PrefillToDecode,
@@ -19,9 +20,13 @@ COORDINATOR = "coordinator"  # the peer of the control channel, in SendFailed
 
 @dataclass(frozen=True, slots=True)
 class ControlReceived:
-    """A message of the coordinator."""
+    """A message of the coordinator; it came `at`, on this process's monotonic clock.
+
+    The loop may take it a whole step later.
+    """
 
     message: ToWorker | ToLauncher
+    at: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,15 @@ class DataReceived:
 
     peer: str
     message: PrefillToDecode | DecodeToPrefill
+    at: float = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenSent:
+    """A FirstToken left this process `at`: what follows it is counted from then."""
+
+    message: FirstToken
+    at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,13 @@ from splitserve.wire.events import (
     ChannelFailed,
     ControlReceived,
     DataReceived,
+    FirstTokenSent,
     FrameSink,
     RoomAvailable,
     SendFailed,
 )
 from splitserve.wire.links import MAX_WAITING, Link, Outgoing, ZmqContext, dealer
-from splitserve.wire.messages import DecodeToPrefill, FrameHeader, ToLauncher, ToWorker
+from splitserve.wire.messages import DecodeToPrefill, FirstToken, FrameHeader, ToLauncher, ToWorker
 from splitserve.wire.staging import Staging
 from splitserve.wire.waker import Waker
 
@@ -173,6 +174,8 @@ class IoLoop:
     def _flush(self, link: Link) -> None:
         for sent in link.flush():
             self._unstage(sent)
+            if isinstance(sent.message, FirstToken):
+                self._post(FirstTokenSent(sent.message, time.monotonic()))
         wanted = zmq.POLLIN | zmq.POLLOUT if link.waiting else zmq.POLLIN
         self._poller.modify(link.socket, wanted)
 
@@ -182,7 +185,7 @@ class IoLoop:
             identity = bytes.fromhex(outgoing.peer)
         except ValueError:
             identity = b""
-        if self._router is not None and self._router.send_to(identity, outgoing.parts):
+        if self._router is not None and self._router.send_to(identity, outgoing.leaving()):
             self._unstage(outgoing)
         else:
             self._give_up(outgoing)
@@ -234,9 +237,9 @@ class IoLoop:
         if isinstance(message, FrameHeader):
             self._take_frame(message, frames[1].buffer)
         elif isinstance(message, ToWorker | ToLauncher):
-            self._post(ControlReceived(message))
+            self._post(ControlReceived(message, time.monotonic()))
         else:
-            self._post(DataReceived(peer, message))
+            self._post(DataReceived(peer, message, time.monotonic()))
 
     def _take_frame(self, header: FrameHeader, data: memoryview) -> None:
         if self._receiver is None:

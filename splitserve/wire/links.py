@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import secrets
 import socket as os_socket
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 
 from splitserve.config import CurveKeys
 from splitserve.errors import ConfigError
-from splitserve.wire.codec import MAX_MESSAGE_BYTES, Decoder
+from splitserve.wire.codec import MAX_MESSAGE_BYTES, Decoder, encode
 from splitserve.wire.curve import apply_client, apply_server, check_bind
-from splitserve.wire.messages import DecodeToPrefill, Message, PrefillToDecode, ToLauncher, ToWorker
+from splitserve.wire.messages import (
+    DecodeToPrefill,
+    Message,
+    PrefillToDecode,
+    Received,
+    Tokens,
+    ToLauncher,
+    ToWorker,
+)
 
 ZmqSocket = zmq.Socket[bytes]
 ZmqContext = zmq.Context[ZmqSocket]
@@ -40,6 +49,23 @@ class Outgoing:
     message: Message
     parts: tuple[Part, ...]
     num_bytes: int
+    since: float = 0.0
+
+    def leaving(self) -> tuple[Part, ...]:
+        """The parts that are sent now: a message that tells how long it lay here is made now."""
+        if isinstance(self.message, Tokens | Received):
+            unsent_s = time.monotonic() - self.since
+            return (encode(replace(self.message, unsent_s=unsent_s)),)
+        return self.parts
+
+
+def outgoing(peer: str, message: Message, buffer: memoryview | None = None) -> Outgoing:
+    """A message, and the buffer it announces."""
+    if isinstance(message, Tokens | Received):
+        return Outgoing(peer, message, (), 0, since=time.monotonic())
+    if buffer is None:
+        return Outgoing(peer, message, (encode(message),), 0)
+    return Outgoing(peer, message, (encode(message), buffer), buffer.nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +80,7 @@ class Link:
     def flush(self) -> list[Outgoing]:
         """Hand over what ZeroMQ takes now; returns that."""
         sent: list[Outgoing] = []
-        while self.waiting and self._send(self.waiting[0].parts):
+        while self.waiting and self._send(self.waiting[0].leaving()):
             sent.append(self.waiting.popleft())
         return sent
 

@@ -14,8 +14,11 @@ from splitserve.config import KVLayout, Promises, Role
 from splitserve.request import Choice as Choice
 from splitserve.request import Sampling as Sampling
 from splitserve.request import TokenRow as TokenRow
+from splitserve.wire.parts import Begun as Begun
+from splitserve.wire.parts import HandoffTimes as HandoffTimes
 from splitserve.wire.parts import Held as Held
 from splitserve.wire.parts import Launched as Launched
+from splitserve.wire.parts import ObservedWindow as ObservedWindow
 from splitserve.wire.parts import Region as Region
 from splitserve.wire.parts import Stage as Stage
 from splitserve.wire.parts import WorkerFacts as WorkerFacts
@@ -109,6 +112,14 @@ class PeerGone:
     reaped: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """Tell every step and window for so long. Answered by Observed, now and then."""
+
+    epoch: str
+    duration_s: float
+
+
 # -- to the coordinator (control channel) ------------------------------------------------------
 
 
@@ -165,8 +176,8 @@ class HandedOver:
     request_id: str
     attempt: int
     epoch: str
-    num_kv_bytes: int  # 0 when every choice finished at its first token
-    transfer_s: float  # from Grant to Received
+    num_kv_bytes: int
+    times: HandoffTimes | None  # None when every choice finished at its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +186,23 @@ class Tokens:
 
     epoch: str
     rows: tuple[TokenRow, ...]
+    begun: tuple[Begun, ...] = ()  # handed-over requests of which this was the first step
+    unsent_s: float = 0.0  # how long this message lay in its worker; put in when it is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Steps and windows of a worker since its last one, as long as it is observed.
+
+    A row has the columns of splitserve.profiling.step_log.STEP; for `ended_at` stands how long ago
+    that was, seconds.
+    """
+
+    worker_id: str
+    epoch: str
+    rows: tuple[tuple[float, ...], ...]
+    windows: tuple[ObservedWindow, ...]
+    num_lost: int  # rows that were overwritten before they could be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +313,15 @@ class Computing:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """All of the prompt is computed: from now on only the transfer keeps its KV away."""
+
+    request_id: str
+    attempt: int
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """All KV has been sent. Carries the first token of each unfinished choice."""
 
@@ -344,6 +381,8 @@ class Received:
     request_id: str
     attempt: int
     epoch: str
+    waited_s: float = 0.0  # how long the Commit lay here before the loop took it
+    unsent_s: float = 0.0  # how long this message lay here; put in when it is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,9 +404,13 @@ class AbortAck:
     epoch: str
 
 
-ToWorker = Welcome | Reject | HeartbeatAck | Prefill | Retarget | Release | Drain | PeerGone
-ToCoordinator = Hello | Heartbeat | FirstToken | HandedOver | Tokens | Failed | ProcessExited
+ToWorker = (
+    Welcome | Reject | HeartbeatAck | Prefill | Retarget | Release | Drain | PeerGone | Observe
+)
+ToCoordinator = (
+    Hello | Heartbeat | FirstToken | HandedOver | Tokens | Observed | Failed | ProcessExited
+)
 ToLauncher = Welcome | Reject | HeartbeatAck | Start | Stop | Targets | Ready
-PrefillToDecode = Open | FrameHeader | Computing | Commit | Abort
+PrefillToDecode = Open | FrameHeader | Computing | Computed | Commit | Abort
 DecodeToPrefill = Grant | Queued | Refuse | Received | Incomplete | AbortAck
 Message = ToWorker | ToCoordinator | ToLauncher | PrefillToDecode | DecodeToPrefill

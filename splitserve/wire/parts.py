@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from splitserve.config import Fingerprint, KVLayout, Role
+from splitserve.profiling.evidence import Evidence
+from splitserve.work import Ceilings
 
 HEARTBEAT_SUFFIX = b"/heartbeat"  # behind a worker's identity: that of its heartbeat's socket
 Stage = Literal["admission", "prefill", "transfer", "decode", "deadline", "internal"]
@@ -23,6 +25,9 @@ class WorkerFacts:
     fingerprint: Fingerprint
     num_threads: int
     device: str
+    ceilings: Ceilings | None = None
+    weight_bytes: int = 0  # of the matrices a decode step reads
+    transport: str = "tcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,15 @@ class WorkerStats:
     num_preemptions: int = 0
     num_frames_dropped: int = 0
     num_steps: int = 0
+    evidence: Evidence | None = None  # of the last whole window
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedWindow:
+    """A window of a worker, and how long ago it ended."""
+
+    age_s: float
+    evidence: Evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,28 @@ class Region:
     token_end: int
     head_start: int
     head_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffTimes:
+    """A hand-off as its prefill worker saw it, seconds. `grant_wait_s` and `transfer_s` follow each
+    other, from the first token's leaving until all KV is at the decode worker."""
+
+    grant_wait_s: float  # from the first token until the Grant came; 0 when it was there
+    transfer_s: float  # from the later of the two until all is there
+    kv_transfer_s: float  # from Grant to Received: it may begin long before the first token
+    first_byte_s: float  # from the Grant to the first frame
+    last_byte_s: float  # from the Grant to the last one
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The first decode step of a request that was handed over, seconds."""
+
+    request_id: str
+    attempt: int
+    decode_wait_s: float  # from the Commit's arrival until the step begins
+    first_step_s: float  # from there until its tokens are sent
 
 
 @dataclass(frozen=True, slots=True)

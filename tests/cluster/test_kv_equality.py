@@ -23,7 +23,7 @@ from splitserve.membership import Membership
 from splitserve.request import Sampling
 from splitserve.wire import messages as m
 from splitserve.wire.channel import Channel
-from splitserve.worker_process import facts_of
+from splitserve.worker_process import facts_of, make_recorder
 from tests.scripted_coordinator import EPOCH, ScriptedCoordinator
 from tests.tiny_models import NUM_BYTES, make_tiny_llama
 
@@ -97,14 +97,15 @@ class Pair:
         channel.connect_control(config.control_endpoint, role.encode())
         endpoints = (channel.bind_data("127.0.0.1"),) if role == "decode" else ()
         membership = Membership(config, channel, role)
-        membership.join(facts_of(config, runner), endpoints)
+        recorder = make_recorder(runner)
+        membership.join(facts_of(config, runner, recorder), endpoints)
         worker: DecodeWorker | PrefillWorker
         if role == "decode":
-            worker = DecodeWorker(runner, channel, receiver, membership)
+            worker = DecodeWorker(runner, channel, receiver, membership, recorder)
         else:
             sender = CapturingSender(channel, runner.kv_cache)
             sender.store, sender.captured = runner.kv_cache, self.sent
-            worker = PrefillWorker(runner, channel, sender, membership)
+            worker = PrefillWorker(runner, channel, sender, membership, recorder)
         thread = threading.Thread(target=worker.run, name=role)
         thread.start()
         self.memberships.append(membership)

@@ -15,7 +15,7 @@ from splitserve.scheduling.chunking import Planned
 from splitserve.scheduling.sequence import Sequence
 from splitserve.wire import messages as m
 from splitserve.worker_process import run_role
-from tests.faults.holds import Holds, Nudge, nudge_for_ever, slow_down
+from tests.faults.holds import Holds, Nudge, nudge_for_ever, slow_down, slow_schedule
 from tests.faults.pace import COMMITTED, DECODING, NUM_TOKENS_BEFORE, PaceFile
 from tests.faults.rendezvous import address_through_shim
 
@@ -23,12 +23,13 @@ from tests.faults.rendezvous import address_through_shim
 class FaultyDecodeWorker(DecodeWorker):
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
-        runner, channel, receiver, membership = parts
+        runner, channel, receiver, membership, _ = parts
         self._holds = Holds(PaceFile.from_environment(), membership.worker_id, "decode")
         slow_down(runner, self._holds, lambda: self._holds.pace.read().decode_step_s)
         self._slow_writes(receiver)
         schedule = self.scheduler.schedule
-        self.scheduler.__dict__["schedule"] = lambda: self._without_held(schedule())
+        decide = slow_schedule(schedule, self._holds)
+        self.scheduler.__dict__["schedule"] = lambda: self._without_held(decide())
         nudge_for_ever(channel.post)
 
     def take(self, event: object) -> None:

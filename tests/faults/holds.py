@@ -11,6 +11,7 @@ from typing import Any
 from splitserve.engine.batch import Chunk
 from splitserve.engine.model_runner import ModelRunner
 from splitserve.request import SampledToken
+from splitserve.scheduling.chunking import Planned
 from splitserve.scheduling.sequence import Request, RequestKey
 from tests.faults.pace import Pace, PaceFile
 
@@ -62,6 +63,19 @@ def slow_down(runner: ModelRunner, holds: Holds, seconds: Callable[[], float]) -
         return step(chunks)
 
     runner.__dict__["step"] = paced
+
+
+def slow_schedule(
+    schedule: Callable[[], list[Planned]], holds: Holds
+) -> Callable[[], list[Planned]]:
+    """A scheduler that thinks for a while before each step."""
+
+    def paced() -> list[Planned]:
+        if plan := schedule():
+            spend(holds.pace.read().schedule_s, busy=True)
+        return plan
+
+    return paced
 
 
 def spend(seconds: float, busy: bool) -> None:

@@ -42,6 +42,7 @@ class Pace:
 
     prefill_step_s: float = 0.0  # a forward pass
     decode_step_s: float = 0.0
+    schedule_s: float = 0.0  # Python that decides what to compute, in both roles
     busy: bool = False  # steps are slow because Python computes, not because it waits
     frame_s: float = 0.0  # between two frames of a transfer, on the sending side
     write_s: float = 0.0  # before a frame is verified and written, on the receiving I/O thread

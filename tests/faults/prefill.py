@@ -14,7 +14,7 @@ from prefill_worker.worker import PrefillWorker
 from splitserve.scheduling.chunking import Planned
 from splitserve.scheduling.sequence import RequestKey
 from splitserve.worker_process import run_role
-from tests.faults.holds import NUDGE_S, Holds, Nudge, nudge_for_ever, slow_down
+from tests.faults.holds import NUDGE_S, Holds, Nudge, nudge_for_ever, slow_down, slow_schedule
 from tests.faults.pace import (
     FRAME_BYTES,
     FRAMES,
@@ -83,15 +83,16 @@ class HeldHandoffs(Handoffs):
 class FaultyPrefillWorker(PrefillWorker):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        runner, channel, _, membership = parts
+        runner, channel, _, membership, _ = parts
         self._holds = Holds(PaceFile.from_environment(), membership.worker_id, "prefill")
         self._held_handoffs = HeldHandoffs(
             self._holds, membership.worker_id, runner.layout, FRAME_BYTES
         )
-        self.handoffs = self._held_handoffs
+        self.handoffs = self._account.handoffs = self._held_handoffs
         slow_down(runner, self._holds, lambda: self._holds.pace.read().prefill_step_s)
         schedule = self.scheduler.schedule
-        self.scheduler.__dict__["schedule"] = lambda: self._without_held(schedule())
+        decide = slow_schedule(schedule, self._holds)
+        self.scheduler.__dict__["schedule"] = lambda: self._without_held(decide())
         nudge_for_ever(channel.post)
 
     def take(self, event: object) -> None:

@@ -55,11 +55,12 @@ BLOCKED = (
 
 START = """
 import sys
-from {role}.__main__ import facts_of, load_runner
+from {role}.__main__ import facts_of, load_runner, make_recorder
 from splitserve.config import WorkerConfig, from_json
 
 config = from_json(WorkerConfig, sys.argv[1])
-facts = facts_of(config, load_runner(config))
+runner = load_runner(config)
+facts = facts_of(config, runner, make_recorder(runner))
 slow = {names} & {{name.split(".")[0] for name in sys.modules}}
 assert facts.num_blocks == 4 and not slow, slow
 """

@@ -101,7 +101,7 @@ class Link:
             self.num_staged -= parcel.num_bytes
             self.source.unstage(self.target.endpoint, parcel.num_bytes)
         if parcel.buffer is None:
-            host.post(DataReceived(self.identity, parcel.message))
+            host.post(DataReceived(self.identity, parcel.message, host.clock()))
         else:
             assert self.target.receiver is not None
             host.post(self.target.receiver.accept(parcel.message, parcel.buffer))
@@ -111,7 +111,7 @@ class Link:
         self.source.network.world.note(
             host.worker_id, "<=", self.target.host.worker_id, brief(message)
         )
-        host.post(DataReceived(self.target.endpoint, message))
+        host.post(DataReceived(self.target.endpoint, message, host.clock()))
 
 
 class Network:

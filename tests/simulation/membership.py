@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from splitserve.config import Liveness
 from splitserve.errors import MismatchError
 from splitserve.wire import messages as m
 from splitserve.wire.channel import ControlReceived
@@ -37,6 +38,7 @@ class SimMembership:
         self.worker_id = process.worker_id
         self.epoch = epoch
         self.drain_grace_s = DRAIN_GRACE_S
+        self.max_step_s = Liveness().max_step_s
         self._process = process
         self._hello = hello
         self._stats = m.WorkerStats()

@@ -17,6 +17,7 @@ from splitserve.membership import CoordinatorLost, TerminationRequested
 from splitserve.request import SampledToken
 from splitserve.wire import messages as m
 from splitserve.wire.channel import ControlReceived
+from tests.fake_recorder import fake_recorder
 from tests.fake_runner import FakeRunner, WrongKV
 from tests.simulation.brief import brief
 from tests.simulation.channels import Network, SimChannel, over_the_wire
@@ -164,7 +165,7 @@ class SimProcess:
 
     def _told(self, message: Any) -> None:
         self.world.note(self.worker_id, "<-", brief(message))
-        self.post(ControlReceived(message))
+        self.post(ControlReceived(message, self.clock()))
 
     def _acked(self, message: m.HeartbeatAck) -> None:
         if self._membership is not None:
@@ -237,11 +238,14 @@ class SimProcess:
         runner: Any = self.runner
         channel: Any = self.channel
         who: Any = self._membership
+        recorder = fake_recorder(self.clock)
         if self.channel.receiver is not None:
-            self.loop = DecodeWorker(runner, channel, self.channel.receiver, who, self.clock)
+            self.loop = DecodeWorker(
+                runner, channel, self.channel.receiver, who, recorder, self.clock
+            )
         else:
             sender = TcpSender(channel, runner.kv_cache)
-            self.loop = PrefillWorker(runner, channel, sender, who, self.clock)
+            self.loop = PrefillWorker(runner, channel, sender, who, recorder, self.clock)
         self._wake(self.world.now)
 
     def terminate(self) -> None:

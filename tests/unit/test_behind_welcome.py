@@ -17,6 +17,6 @@ def test_a_prompt_that_comes_with_the_welcome_is_not_lost() -> None:
     prefill = m.Prefill("r", 0, "epoch", (1, 2), 2, (Choice(0, 1),), Sampling(4), 60.0, 10.0)
     with raw_router() as (_, endpoint), member(endpoint) as membership:
         for message in (m.Welcome("epoch"), prefill):
-            membership._channel.post(ControlReceived(message))
+            membership._channel.post(ControlReceived(message, at=0.0))
         membership.join(FACTS)
-        assert membership.receive(1.0) == [ControlReceived(prefill)]
+        assert membership.receive(1.0) == [ControlReceived(prefill, at=0.0)]

@@ -140,7 +140,7 @@ def test_worker_joins_the_coordinator_that_took_the_place_of_a_dead_one() -> Non
             assert hello.endpoints == ("tcp://127.0.0.1:9",)
             welcome = m.Welcome("second", keep=HELD)
             say(second, welcome)
-            event(membership, lambda found: found == ControlReceived(welcome))
+            event(membership, lambda found: found == ControlReceived(welcome, at=0.0))
             assert membership.welcomed(welcome)
             assert not membership.welcomed(welcome)  # a second one frees nothing
             assert membership.epoch == "second"

@@ -27,6 +27,8 @@ PARTS = (
     m.WorkerFacts,
     m.WorkerStats,
     m.Region,
+    m.HandoffTimes,
+    m.Begun,
     m.Held,
     m.Launched,
     KVLayout,

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 
@@ -23,11 +24,12 @@ from splitserve.wire.codec import Decoder, encode
 from splitserve.wire.curve import apply_client
 
 LAYOUT = KVLayout("float32", num_layers=2, num_kv_heads=2, head_dim=32, block_size=16)
+HANDOFF_TIMES = m.HandoffTimes(0.0, 0.003, 0.005, 0.001, 0.004)
 _numbers = itertools.count()
 
 
 def facts(fingerprint: Fingerprint, **changes: int) -> m.WorkerFacts:
-    values = {
+    values: dict[str, Any] = {
         "num_blocks": 64,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,
@@ -183,7 +185,8 @@ class ScriptedWorker:
             assert self.decoder is not None
             self.decoder._inbox.put(prompt)
         done_at = time.monotonic() + self.script.handover_after_s
-        self._later.append((done_at, m.HandedOver(*key, num_bytes, 0.003)))
+        times = HANDOFF_TIMES if unfinished else None
+        self._later.append((done_at, m.HandedOver(*key, num_bytes, times)))
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -191,10 +194,11 @@ class ScriptedWorker:
             self._later.remove((at, said))
             self.say(said)
         due = [r for r in self._running.values() if r.due <= now]
+        begun = tuple(one for running in due for one in running.begun())
         rows = [row for running in due for row in running.step(self.script.tokens_per_row)]
         if rows:
             self.num_tokens_sent += sum(len(row.tokens) for row in rows)
-            self.say(m.Tokens(self.epoch, tuple(rows)))
+            self.say(m.Tokens(self.epoch, tuple(rows), begun))
         self._running = {k: r for k, r in self._running.items() if r.unfinished}
 
     def _hello(self) -> m.Hello:
@@ -226,6 +230,7 @@ class _Running:
 
     def __init__(self, prompt: m.Prefill, script: Script, first_index: int) -> None:
         self._prompt, self._script = prompt, script
+        self._is_new = first_index > 0
         self._next = {choice.choice_id: first_index for choice in prompt.choices}
         self.due = 0.0
         self._answers = {c.choice_id: script.answer(prompt, c) for c in prompt.choices}
@@ -237,6 +242,11 @@ class _Running:
     @property
     def unfinished(self) -> bool:
         return bool(self._next)
+
+    def begun(self) -> Sequence[m.Begun]:
+        """What is told of a hand-off with its first step."""
+        is_new, self._is_new = self._is_new, False
+        return [m.Begun(self._prompt.request_id, self._prompt.attempt, 0.004, 0.002)] * is_new
 
     def step(self, num_tokens: int) -> Sequence[m.TokenRow]:
         self.due = time.monotonic() + self._script.step_s

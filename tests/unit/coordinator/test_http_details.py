@@ -62,8 +62,9 @@ def test_timing(coordinator: RunningCoordinator, stream: bool) -> None:
     decode, prefill = coordinator.workers
     assert timing["prefill_worker_id"] == prefill.worker_id
     assert timing["decode_worker_id"] == decode.worker_id
-    assert timing["num_kv_bytes"] == 2 * 1024 and timing["transfer_s"] == 0.003
+    assert timing["num_kv_bytes"] == 2 * 1024 and timing["kv_transfer_s"] == 0.005
     assert timing["prefill_s"] == 0.002
+    assert timing["decode_wait_s"] == 0.004 and timing["first_step_s"] == 0.002
     assert 0 < timing["ttft_s"] < timing["e2e_s"] and timing["handoff_gap_s"] > 0
 
 

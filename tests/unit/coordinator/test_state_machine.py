@@ -13,7 +13,7 @@ from coordinator.events import Action, ChoiceStopped, Deliver, Fail, Finish, Req
 from splitserve.errors import OverloadedError, UnavailableError
 from splitserve.scheduling.finish import finish_reason
 from splitserve.wire import messages as m
-from tests.unit.coordinator.world import EPOCH, World, request
+from tests.unit.coordinator.world import EPOCH, TIMES, World, request
 
 BLOCK_SIZE = 16
 TIMEOUT_S = 40.0
@@ -144,7 +144,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             job = self.jobs[data.draw(st.sampled_from(names))]
             job.at_prefill = False
             self.say(
-                job.prefiller, m.HandedOver(job.prefill.request_id, job.attempt, EPOCH, 1, 0.1)
+                job.prefiller, m.HandedOver(job.prefill.request_id, job.attempt, EPOCH, 1, TIMES)
             )
 
     @rule(data=st.data(), count=st.integers(1, 6))

@@ -11,6 +11,7 @@ from splitserve.wire import messages as m
 from tests.unit.coordinator.test_state_members import launched
 from tests.unit.coordinator.world import (
     EPOCH,
+    TIMES,
     World,
     delivered,
     of,
@@ -36,7 +37,7 @@ def test_a_long_answer_moves_more_often_than_it_may_fail() -> None:
         decoder, attempt = str(prefill.decode_worker_id), prefill.attempt
         assert attempt == index, "each has its name on the wire"
         world.first_token("p0", row(index, 10 + index, attempt=attempt), attempt=attempt)
-        world.hear("p0", m.HandedOver("r", attempt, EPOCH, 1, 0.1))
+        world.hear("p0", m.HandedOver("r", attempt, EPOCH, 1, TIMES))
         world.tokens(decoder, row(index, 10 + index, attempt=attempt))
         world.beat(decoder, draining=True)
         actions = world.wait(2.5) + world.wait(2.5)

@@ -13,10 +13,21 @@ from coordinator.events import (
     Send,
     SendFailed,
 )
+from coordinator.requests import TIMING_WAIT_S
 from splitserve.errors import RequestFailedError
 from splitserve.request import SampledToken
 from splitserve.wire import messages as m
-from tests.unit.coordinator.world import EPOCH, World, delivered, of, released, request, row, sent
+from tests.unit.coordinator.world import (
+    EPOCH,
+    TIMES,
+    World,
+    delivered,
+    of,
+    released,
+    request,
+    row,
+    sent,
+)
 
 
 def error_of(actions: list[object]) -> RequestFailedError:
@@ -67,7 +78,7 @@ def test_the_whole_life_of_a_request() -> None:
     assert actions == [actions[0], finish], "nobody holds it: nobody is told"
     assert finish.timeline.ttft_s == 1 and finish.timeline.handoff_gap_s == 1
     assert finish.timeline.report()["prefill_worker_id"] == "p0"
-    assert finish.timeline.report()["transfer_s"] == 0.5
+    assert finish.timeline.report()["transfer_s"] == TIMES.transfer_s
     assert world.at_rest()
 
 
@@ -228,7 +239,7 @@ def test_timing_waits_a_moment_for_the_report_on_the_transfer() -> None:
     world.first_token("p0")
     assert not of(world.tokens("d0", row(0, 10, 11, finish="length")), Finish)
     (finish,) = of(world.handed_over("p0"), Finish)
-    assert finish.timeline.transfer_s == 0.5
+    assert finish.timeline.handoff == TIMES
     assert world.at_rest()
 
 
@@ -252,6 +263,6 @@ def test_timing_does_not_wait_for_long() -> None:
     world.submit(request(max_tokens=2, wants_timing=True))
     world.first_token("p0")
     world.tokens("d0", row(0, 10, 11, finish="length"))
-    assert not of(world.wait(0.2), Finish)
-    assert of(world.wait(0.06), Finish)
+    assert not of(world.wait(TIMING_WAIT_S - 0.1), Finish)
+    assert of(world.wait(0.2), Finish)
     assert world.at_rest()

@@ -17,6 +17,7 @@ EPOCH = "epoch"
 FINGERPRINT = Fingerprint("weights", "config", "tokenizer")
 LAUNCHER = b"launcher"
 LAUNCHER_HELLO = m.Hello("launcher", "launcher", "launcher", 1, "host")
+TIMES = m.HandoffTimes(0.1, 0.4, 0.5, 0.1, 0.3)
 BASE_URL = "http://127.0.0.1:8000"
 
 A = TypeVar("A")
@@ -99,7 +100,7 @@ class World:
         return self.hear(worker_id, said)
 
     def handed_over(self, worker_id: str, request_id: str = "r") -> list[Action]:
-        return self.hear(worker_id, m.HandedOver(request_id, 0, EPOCH, 1000, 0.5))
+        return self.hear(worker_id, m.HandedOver(request_id, 0, EPOCH, 1000, TIMES))
 
     def tokens(self, worker_id: str, *rows: m.TokenRow) -> list[Action]:
         return self.hear(worker_id, m.Tokens(EPOCH, rows))

@@ -55,6 +55,19 @@ def test_a_commit_with_every_byte_begins() -> None:
     assert state.idle
 
 
+def test_what_a_commit_lay_unseen_is_told_and_counts_here() -> None:
+    """The loop was in a step when it came: that is no part of the transfer."""
+    state = intake()
+    state.add(make_request("a", 9), FROM)
+    admit(state)
+    state.written(arrived("a", 0, 9), 2.5)
+    actions = state.commit(commit("a"), 3.0, at=1.0)
+    assert actions is not None
+    begin, reply = actions
+    assert isinstance(begin, i.Begin) and begin.whole_at == 1.0
+    assert isinstance(reply, i.Reply) and reply.message == m.Received("a", 0, "epoch", waited_s=2.0)
+
+
 def test_a_commit_with_a_hole_names_it_once_then_fails() -> None:
     state = intake()
     state.add(make_request("a", 9), FROM)

@@ -76,9 +76,9 @@ class Decode(RuleBasedStateMachine):
                 case i.EndQuarantine(writer):
                     self.quarantined.pop(writer, None)
                     self.blocks.end_quarantine(writer)
-                case i.Begin(request, rows, order):
+                case i.Begin(request):
                     del self.grants[request.key]
-                    self.answers.begin(request, self.blocks.commit(request.key), order, rows)
+                    self.answers.begin(action, self.blocks.commit(request.key))
                 case i.BeginLocal(request, block_ids, order):
                     self.answers.begin_local(request, block_ids, order)
                 case i.Report(message):

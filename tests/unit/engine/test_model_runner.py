@@ -6,12 +6,14 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from splitserve.engine.batch import Chunk
 from splitserve.engine.model_runner import ModelRunner
+from splitserve.work import StepSpent, StepWork
 from tests.unit.engine.conftest import LoadRunner, expected_logits
 from tests.unit.engine.sequences import Prompts, chunk, row
 
@@ -156,6 +158,46 @@ def test_warm_up_leaves_an_empty_cache(tiny_llama: Path, load: LoadRunner, num_b
     runner = load(tiny_llama, num_blocks=num_blocks)
     runner.warm_up()
     assert runner.kv_cache.tensor.count_nonzero() == 0
+
+
+def test_a_step_tells_what_it_took_and_did(tiny_llama: Path, load: LoadRunner) -> None:
+    runner = load(tiny_llama)
+    prompts = Prompts(NUM_BLOCKS)
+    a, b = prompts.token_ids(30), prompts.token_ids(9)
+    chunks = [
+        Chunk(a, 0, 30, prompts.blocks(30)),
+        Chunk(b, 0, 9, prompts.blocks(9), (row(b, 0), row(b, 1))),
+    ]
+    runner.step(chunks)
+    spent = runner.take_spent()
+    assert min(spent.prepare_s, spent.forward_s, spent.sample_s) > 0
+    # Two choices of a prompt share its row of logits.
+    lens = np.array([30, 9])
+    assert spent.work == runner.work_model.of(lens, lens, num_logits_rows=1)
+    assert runner.take_spent() == StepSpent()
+
+
+def test_a_retried_step_tells_the_sum(tiny_llama: Path, load: LoadRunner) -> None:
+    """As step.compute does it: the batch fails, then each chunk has a pass of its own."""
+    runner = load(tiny_llama)
+    prompts = Prompts(NUM_BLOCKS)
+    token_ids, blocks = prompts.token_ids(20), prompts.blocks(20)
+    good = chunk(token_ids, 0, 20, blocks)
+    runner.step([good])
+    once = runner.take_spent().work
+    with pytest.raises(IndexError):
+        runner.step([good, chunk([runner.vocab_size], 0, 1, prompts.blocks(1))])
+    failed = runner.take_spent()
+    assert failed.forward_s > 0 and failed.work == StepWork()
+    runner.step([good])
+    runner.step([good])
+    assert runner.take_spent().work == once + once
+
+
+def test_warming_up_is_no_step(tiny_llama: Path, load: LoadRunner) -> None:
+    runner = load(tiny_llama)
+    runner.warm_up()
+    assert runner.take_spent() == StepSpent()
 
 
 def test_several_threads_agree(tiny_llama: Path, load: LoadRunner) -> None:

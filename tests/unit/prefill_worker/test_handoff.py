@@ -2,6 +2,7 @@ import pytest
 
 from kv_transfer.chunks import region_bytes
 from prefill_worker.handoff import (
+    COMPUTING_EVERY_S,
     Action,
     Disconnect,
     Finish,
@@ -11,7 +12,7 @@ from prefill_worker.handoff import (
     SendFrame,
     Target,
 )
-from prefill_worker.handoffs import COMPUTING_EVERY_S, Handoffs
+from prefill_worker.handoffs import Handoffs
 from splitserve.wire import messages as m
 from tests.unit.requests import LAYOUT, make_request
 
@@ -50,14 +51,15 @@ def test_frames_follow_the_grant_chunk_by_chunk_and_commit_comes_last() -> None:
     handoffs.handle(PEER, m.Grant(*NAMES, first_missing_token=0), 1.0)
     assert tokens_of(handoffs.pump(plenty)) == [(0, 4)]
     handoffs.computed(make_request("r", 10).key, 10)
-    assert handoffs.prompt_finished(make_request("r", 10).key, [row()], 2.0) == []
+    (said,) = handoffs.prompt_finished(make_request("r", 10).key, [row()], 2.0)
+    assert said == Send(PEER, m.Computed(*NAMES))  # ahead of the last frames
     actions = handoffs.pump(plenty)
     assert tokens_of(actions) == [(4, 10)]
     assert isinstance(actions[-1], Send) and isinstance(actions[-1].message, m.Commit)
     assert actions[-1].message.num_kv_bytes == 10 * LAYOUT.token_bytes
     (finish,) = handoffs.handle(PEER, m.Received(*NAMES), 3.0)
     assert isinstance(finish, Finish) and isinstance(finish.report, m.HandedOver)
-    assert finish.report.transfer_s == pytest.approx(2.0)
+    assert finish.report.times == m.HandoffTimes(0.0, 1.0, 2.0, 0.0, 0.0)
     assert handoffs.due() is None
 
 

@@ -17,6 +17,7 @@ from splitserve.wire.channel import (
     Channel,
     ControlReceived,
     DataReceived,
+    FirstTokenSent,
     RoomAvailable,
     SendFailed,
 )
@@ -58,7 +59,7 @@ def test_messages_go_both_ways_on_the_data_channel(channels: Channels, with_keys
     peers = {e.peer for e in events if isinstance(e, DataReceived)}
     assert len(peers) == 1
     decode.send_data(peers.pop(), ABORT_ACK)
-    assert next_event(prefill, DataReceived) == DataReceived(endpoint, ABORT_ACK)
+    assert next_event(prefill, DataReceived) == DataReceived(endpoint, ABORT_ACK, at=0.0)
 
 
 def test_a_frame_goes_to_the_receiver_and_its_result_to_the_inbox(channels: Channels) -> None:
@@ -81,11 +82,42 @@ def test_control_messages_go_both_ways(channels: Channels) -> None:
         assert identity == b"worker-1"
         assert decoder_for(m.ToCoordinator).decode(data) == FAILED
         coordinator.send_multipart([identity, encode(WELCOME)])
-        assert next_event(worker, ControlReceived) == ControlReceived(WELCOME)
+        assert next_event(worker, ControlReceived) == ControlReceived(WELCOME, at=0.0)
         coordinator.send_multipart([identity, encode(m.Stop("launch", 1.0))])  # not to a worker
         coordinator.send_multipart([identity, encode(WELCOME)])
-        assert next_event(worker, ControlReceived) == ControlReceived(WELCOME)
+        assert next_event(worker, ControlReceived) == ControlReceived(WELCOME, at=0.0)
         assert worker.num_protocol_errors == 1
+
+
+def test_a_message_tells_how_long_it_lay_here(channels: Channels) -> None:
+    """What it says of other times ended when it was made."""
+    worker = channels.make()
+    started = time.monotonic()
+    with raw_router() as (coordinator, endpoint):
+        worker.connect_control(endpoint, b"worker-1")
+        worker.send_control(m.Tokens("epoch", ()))
+        told = decoder_for(m.ToCoordinator).decode(coordinator.recv_multipart()[1])
+    assert 0.0 < told.unsent_s < time.monotonic() - started
+
+
+def test_a_worker_hears_when_its_first_token_left(channels: Channels) -> None:
+    worker = channels.make()
+    first = m.FirstToken("request", 0, "epoch", (), 0.0, 0.0)
+    made = time.monotonic()
+    with raw_router() as (coordinator, endpoint):
+        worker.connect_control(endpoint, b"worker-1")
+        worker.send_control(first)
+        coordinator.recv_multipart()
+        sent = next_event(worker, FirstTokenSent)
+    assert sent.message == first and made < sent.at < time.monotonic()
+
+
+def test_messages_come_with_the_moment_of_their_arrival(channels: Channels) -> None:
+    decode, prefill = channels.make(receiver=Sink()), channels.make()
+    sent = time.monotonic()
+    prefill.send_data(decode.bind_data("127.0.0.1"), ABORT)
+    arrived = next_event(decode, DataReceived)
+    assert sent < arrived.at < time.monotonic()
 
 
 def test_the_launcher_takes_its_own_union(channels: Channels) -> None:
@@ -96,7 +128,7 @@ def test_the_launcher_takes_its_own_union(channels: Channels) -> None:
         identity, _ = coordinator.recv_multipart()
         stop = m.Stop("launch", 1.0)
         coordinator.send_multipart([identity, encode(stop)])
-        assert next_event(launcher, ControlReceived) == ControlReceived(stop)
+        assert next_event(launcher, ControlReceived) == ControlReceived(stop, at=0.0)
 
 
 @pytest.mark.parametrize("peer", ["00ff", "not hex", "", "tcp://nonsense", "nowhere://1"])

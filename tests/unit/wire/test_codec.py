@@ -102,18 +102,30 @@ def packed(*form: Any) -> bytes:
     [
         (("Nonsense", "e"), "unknown message 'Nonsense'"),
         (("Prefill", "e"), "unknown message 'Prefill'"),  # of another union
-        (("Tokens",), "2 fields expected"),
-        (("Tokens", "e", (), 1), "2 fields expected"),
-        (("Tokens", 7, ()), "Tokens.epoch: string expected"),
-        (("Tokens", "e", "rows"), "Tokens.rows: array expected"),
-        (("Tokens", "e", ((1, 2),)), "Tokens.rows: 7 fields expected"),
-        (("Tokens", "e", (("r", 0, 0, -1, (), None, None),)), "rows.first_index: integer in"),
-        (("Tokens", "e", (("r", 0, 0, 1, (True,), None, None),)), "rows.tokens: integers expected"),
-        (("Tokens", "e", (("r", 0, 0, 1, (2**63,), None, None),)), "rows.tokens: integers in"),
-        (("Tokens", "e", (("r", True, 0, 1, (), None, None),)), "rows.attempt: integer in"),
-        (("Tokens", "e", (("r", 0, 0, 1, (), None, "eos"),)), "rows.finish: one of"),
+        (("Tokens",), "4 fields expected"),
+        (("Tokens", "e", (), (), 0.0, 1), "4 fields expected"),
+        (("Tokens", 7, (), (), 0.0), "Tokens.epoch: string expected"),
+        (("Tokens", "e", "rows", (), 0.0), "Tokens.rows: array expected"),
+        (("Tokens", "e", ((1, 2),), (), 0.0), "Tokens.rows: 7 fields expected"),
+        (
+            ("Tokens", "e", (("r", 0, 0, -1, (), None, None),), (), 0.0),
+            "rows.first_index: integer in",
+        ),
+        (
+            ("Tokens", "e", (("r", 0, 0, 1, (True,), None, None),), (), 0.0),
+            "rows.tokens: integers expected",
+        ),
+        (
+            ("Tokens", "e", (("r", 0, 0, 1, (2**63,), None, None),), (), 0.0),
+            "rows.tokens: integers in",
+        ),
+        (
+            ("Tokens", "e", (("r", True, 0, 1, (), None, None),), (), 0.0),
+            "rows.attempt: integer in",
+        ),
+        (("Tokens", "e", (("r", 0, 0, 1, (), None, "eos"),), (), 0.0), "rows.finish: one of"),
         (("Failed", "r", 0, "e", "decode", "why", 1, False), "Failed.retriable: boolean expected"),
-        (("HandedOver", "r", 0, "e", 1, float("nan")), "transfer_s: finite number expected"),
+        (("HandedOver", "r", 0, "e", 1, (0.0, float("nan"), 0, 0, 0)), "transfer_s: finite number"),
     ],
 )
 def test_the_error_names_the_place_and_what_was_expected(form: Any, says: str) -> None:

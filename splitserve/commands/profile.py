@@ -1,0 +1,102 @@
+"""`splitserve profile`: watch a running cluster, and say what binds it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from splitserve.commands.errors import show_error
+from splitserve.commands.options import API_KEY, BASE_URL
+from splitserve.errors import ConfigError, SplitserveError
+
+if TYPE_CHECKING:
+    from splitserve.calls import Address
+    from splitserve.profiling.collected import Collector
+
+_PIPE_WIDTH = 160  # of a table that no terminal bounds
+
+
+def profile(
+    base_url: str = BASE_URL,
+    api_key: str | None = API_KEY,
+    duration: float = typer.Option(30.0, min=1, max=600, help="Seconds to watch."),
+    html: Path | None = typer.Option(None, help="Write a report with plots there."),
+    trace: Path | None = typer.Option(None, help="Write a trace for ui.perfetto.dev there."),
+    kernels: int = typer.Option(0, min=0, help="Steps whose operations the trace shows."),
+) -> None:
+    """Show what binds each worker of a running cluster, and what to do first.
+
+    Ctrl-C stops early and reports what came until then.
+    """
+    from splitserve.calls import address_of
+    from splitserve.profiling.collected import Collector
+    from splitserve.profiling.report import require_plots
+
+    for path in (html, trace):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"there is no folder {path.absolute().parent} to write {path} to")
+    if html is not None:
+        require_plots()
+    collector = Collector()
+    failure = _collect(collector, address_of(base_url, api_key), duration, kernels)
+    if failure is not None and not collector.has_started:
+        raise failure
+    _report(collector, html, trace)
+    if failure is not None:
+        show_error(failure)
+        raise typer.Exit(1)
+
+
+def _collect(
+    collector: Collector, address: Address, duration_s: float, num_kernel_steps: int
+) -> SplitserveError | None:
+    """Read until the end, Ctrl-C, or what went wrong, which is the answer."""
+    from splitserve.errors import StreamBrokenError
+    from splitserve.profiling.fetch import profile_stream
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    try:
+        with (
+            bar as progress,
+            profile_stream(address, duration_s, num_kernel_steps) as chunks,
+        ):
+            task = progress.add_task("watching", total=duration_s)
+            for chunk in chunks:
+                collector.feed(chunk)
+                text = f"{collector.num_steps} steps, {collector.num_requests} requests"
+                progress.update(task, completed=collector.elapsed_s, description=text)
+    except SplitserveError as error:
+        return error
+    except KeyboardInterrupt:
+        return None if collector.has_started else StreamBrokenError("stopped before it began")
+    return None if collector.is_whole else StreamBrokenError("the profile ended too early")
+
+
+def _report(collector: Collector, html: Path | None, trace: Path | None) -> None:
+    from splitserve.profiling.report import html_report
+    from splitserve.profiling.table import profile_table
+    from splitserve.profiling.trace import write_trace
+    from splitserve.profiling.verdict import cluster_verdict, worker_verdicts
+
+    collected = collector.profile()
+    workers = worker_verdicts(collected)
+    cluster = cluster_verdict(workers)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    console.print(profile_table(collected, workers, cluster))
+    if html is not None:
+        made_at = time.strftime("%Y-%m-%d %H:%M")
+        html.write_text(html_report(collected, workers, cluster, made_at), encoding="utf-8")
+        console.print(f"report: {html}", markup=False, soft_wrap=True)
+    if trace is not None:
+        with trace.open("w", encoding="utf-8") as file:
+            write_trace(collected, file)
+        console.print(f"trace: {trace}, for ui.perfetto.dev", markup=False, soft_wrap=True)

@@ -1,0 +1,206 @@
+"""Reading a profile: the NDJSON stream of `POST /cluster/profile` in, what it says out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from splitserve.errors import RequestFailedError, StreamBrokenError
+from splitserve.profiling.entries import (
+    Kernel,
+    Request,
+    Window,
+    WorkerFacts,
+    facts_from,
+    guessed_facts,
+    kernel_from,
+    number,
+    request_from,
+    rows_from,
+    window_from,
+)
+from splitserve.profiling.step_log import COLUMNS, STEP, Rows
+
+# What is kept of a stream at most; the rest is counted. A million rows are 150 MB.
+LIMITS = {"steps": 1_000_000, "window": 100_000, "request": 200_000, "kernels": 200_000}
+_MAX_WORKERS = 1024
+_MAX_LINE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProfile:
+    """What one worker told of itself."""
+
+    facts: WorkerFacts
+    steps: Rows  # ended_at in seconds since the profile's start
+    windows: tuple[Window, ...]
+    kernels: tuple[Kernel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What came of a cluster within a stretch of time."""
+
+    model: str
+    asked_s: float
+    observed_s: float
+    target: Mapping[str, int]  # wanted workers by role
+    workers: tuple[WorkerProfile, ...]
+    requests: tuple[Request, ...]  # by arrival
+    is_whole: bool  # the cluster said that it was over
+    num_dropped: int  # entries beyond what is kept here, or could wait there
+    num_unreadable: int  # lines that were cut or malformed
+
+
+@dataclass(slots=True)
+class _Heard:
+    facts: WorkerFacts
+    steps: list[Rows] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+
+    def profile(self) -> WorkerProfile:
+        steps = np.concatenate(self.steps) if self.steps else np.zeros(0, STEP)
+        return WorkerProfile(self.facts, steps, tuple(self.windows), tuple(self.kernels))
+
+
+class Collector:
+    """Owns what came of a stream so far: bytes go in as they arrive, `profile` is what they say."""
+
+    def __init__(self, limits: Mapping[str, int] = LIMITS) -> None:
+        self.elapsed_s = 0.0  # of the profile, by its own stamps
+        self.num_steps = self.num_requests = 0
+        self.has_started = self.is_whole = False
+        self._tail = b""
+        self._start: dict[str, Any] = {}
+        self._workers: dict[str, _Heard] = {}
+        self._requests: list[Request] = []
+        self._room = dict(limits)
+        self._num_dropped = self._num_unreadable = 0
+        self._takers = {
+            "start": self._take_start,
+            "steps": self._take_steps,
+            "window": self._take_window,
+            "request": self._take_request,
+            "kernels": self._take_kernels,
+            "end": self._take_end,
+        }
+
+    def feed(self, data: bytes) -> None:
+        """Raises RequestFailedError when the cluster reports an error, StreamBrokenError for what
+        is no profile; what came before stays."""
+        *lines, self._tail = (self._tail + data).split(b"\n")
+        if len(self._tail) > _MAX_LINE_BYTES:
+            raise StreamBrokenError(f"a line of the profile is longer than {_MAX_LINE_BYTES} bytes")
+        for line in lines:
+            if line.strip():
+                self._take_line(line)
+
+    def profile(self) -> Profile:
+        """Everything so far. Raises StreamBrokenError when not even the start has come."""
+        if not self.has_started:
+            raise StreamBrokenError("the profile ended before it began")
+        target = self._start.get("target")
+        return Profile(
+            model=str(self._start.get("model", "")),
+            asked_s=number(self._start.get("duration_s")),
+            observed_s=self.elapsed_s,
+            target={str(role): int(number(wanted)) for role, wanted in dict(target or {}).items()},
+            workers=tuple(heard.profile() for heard in self._workers.values()),
+            requests=tuple(sorted(self._requests, key=lambda request: request.at)),
+            is_whole=self.is_whole,
+            num_dropped=self._num_dropped,
+            num_unreadable=self._num_unreadable + bool(self._tail.strip()),
+        )
+
+    def _take_line(self, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return self._refuse(line)
+        if not isinstance(message, dict):
+            return self._refuse(line)
+        kind = message.get("type")
+        if kind == "error" or "error" in message:
+            raise RequestFailedError(f"the cluster gave the profile up: {_error_text(message)}")
+        if not self.has_started and kind != "start":
+            return self._refuse(line)
+        if taker := self._takers.get(str(kind)):
+            try:
+                taker(message)
+            except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+                self._refuse(line)
+
+    def _refuse(self, line: bytes) -> None:
+        """Within a profile a bad line is counted; something that begins with one is none."""
+        if not self.has_started:
+            text = line[:200].decode(errors="replace")
+            raise StreamBrokenError(f"what answers there sends no profile: {text}")
+        self._num_unreadable += 1
+
+    def _take_start(self, message: dict[str, Any]) -> None:
+        for facts in map(facts_from, message["workers"]):
+            self._worker(facts.worker_id).facts = facts
+        dict(message.get("target") or {})
+        self._start = message
+        self.has_started = True
+
+    def _take_steps(self, message: dict[str, Any]) -> None:
+        rows = rows_from(self._start.get("columns") or COLUMNS, message["rows"])
+        rows = rows[: self._admit("steps", len(rows))]
+        if len(rows):
+            self._worker(message["worker_id"]).steps.append(rows)
+            self.num_steps += len(rows)
+            self._saw(float(rows["ended_at"][-1]))
+
+    def _take_window(self, message: dict[str, Any]) -> None:
+        window = window_from(message)
+        windows = self._worker(message["worker_id"]).windows
+        if windows and windows[-1].evidence.window == window.evidence.window > 0:
+            return  # told twice
+        if self._admit("window", 1):
+            windows.append(window)
+            self._saw(window.at)
+
+    def _take_request(self, message: dict[str, Any]) -> None:
+        request = request_from(message)
+        if self._admit("request", 1):
+            self._requests.append(request)
+            self.num_requests += 1
+
+    def _take_kernels(self, message: dict[str, Any]) -> None:
+        kernels = [kernel_from(event) for event in message["events"]]
+        admitted = kernels[: self._admit("kernels", len(kernels))]
+        self._worker(message["worker_id"]).kernels.extend(admitted)
+
+    def _take_end(self, message: dict[str, Any]) -> None:
+        self.is_whole = True
+        self._num_dropped += int(number(message.get("num_lost")))
+        self._saw(number(message.get("at")))
+
+    def _admit(self, kind: str, num_wanted: int) -> int:
+        num_admitted = min(num_wanted, self._room[kind])
+        self._room[kind] -= num_admitted
+        self._num_dropped += num_wanted - num_admitted
+        return num_admitted
+
+    def _worker(self, worker_id: Any) -> _Heard:
+        """Raises ValueError beyond so many workers as no cluster has."""
+        name = str(worker_id)
+        if name not in self._workers:
+            if len(self._workers) == _MAX_WORKERS:
+                raise ValueError("too many workers")
+            self._workers[name] = _Heard(guessed_facts(name))
+        return self._workers[name]
+
+    def _saw(self, at: float) -> None:
+        self.elapsed_s = max(self.elapsed_s, at)
+
+
+def _error_text(message: dict[str, Any]) -> str:
+    detail = message.get("error", message.get("message", "it does not say why"))
+    return str(detail.get("message", detail) if isinstance(detail, dict) else detail)

@@ -1,0 +1,157 @@
+"""Measuring a machine once: what is kept, for whom, and what happens when it can't be."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+import torch
+
+from splitserve.engine import ceilings as module
+from splitserve.engine.ceilings import cache_path, ceilings, measure
+from splitserve.work import Ceilings
+
+DTYPE = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of this test's own, and measurements of milliseconds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(module, "_COPY_S", 0.0)
+    monkeypatch.setattr(module, "_MATMUL_SIZES", (64,))
+    monkeypatch.setattr(module, "_MATMUL_S", 0.0)
+
+
+def ask(dtype: torch.dtype = DTYPE) -> Ceilings:
+    return ceilings(dtype, torch.get_num_threads(), "cpu")
+
+
+def keep(found: Ceilings) -> None:
+    """Put other numbers, that nobody measures, in the place of what is kept of the only key."""
+    [key] = json.loads(cache_path().read_text())
+    values = {"bytes_per_s": found.bytes_per_s, "flops_per_s": found.flops_per_s}
+    cache_path().write_text(json.dumps({key: values}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_measured_is_no_nonsense(dtype: torch.dtype) -> None:
+    """No CPU is faster than this; a loaded one can be as slow as it likes."""
+    found = measure(dtype)
+    assert 0 < found.bytes_per_s < 1e14
+    assert 0 < found.flops_per_s < 1e16
+
+
+def test_the_second_time_nothing_is_measured() -> None:
+    first = ask()
+    assert ask() == first
+    keep(Ceilings(1.0, 2.0))
+    assert ask() == Ceilings(1.0, 2.0)
+    names = {path.name for path in cache_path().parent.iterdir()}
+    assert names == {cache_path().name, cache_path().with_suffix(".lock").name}
+
+
+def test_another_dtype_and_another_number_of_threads_have_ceilings_of_their_own() -> None:
+    ask()
+    keep(Ceilings(1.0, 2.0))
+    bf16 = ask(torch.bfloat16)
+    assert bf16 != Ceilings(1.0, 2.0) and ask(torch.bfloat16) == bf16
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert ask() != Ceilings(1.0, 2.0)
+    finally:
+        torch.set_num_threads(before)
+    assert ask() == Ceilings(1.0, 2.0)
+    assert len(json.loads(cache_path().read_text())) == 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"half a f",
+        b"[1, 2]",
+        b'{"a": 1}',
+        b'{"a": {"bytes_per_s": 0, "flops_per_s": 1}}',
+        b'{"a": {"bytes_per_s": NaN, "flops_per_s": 1}}',
+        b'{"a": {"bytes_per_s": "1", "flops_per_s": 1}}',
+        b'{"a": {"bytes_per_s": 1}}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_a_broken_file_is_written_anew(content: bytes) -> None:
+    cache_path().parent.mkdir(parents=True)
+    cache_path().write_bytes(content)
+    found = ask()
+    [kept] = json.loads(cache_path().read_text()).values()
+    assert Ceilings(**kept) == found == ask()
+
+
+@pytest.mark.parametrize("in_the_way", ["cache", "cache/splitserve"])
+def test_where_nothing_can_be_kept_there_is_one_warning(
+    tmp_path: Path, in_the_way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file is where a directory should be: root may write into any directory, but not there."""
+    (tmp_path / in_the_way).parent.mkdir(exist_ok=True)
+    (tmp_path / in_the_way).write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        assert ask().bytes_per_s > 0
+    [warning] = caplog.records
+    assert in_the_way in warning.getMessage()
+
+
+def test_a_file_that_cant_be_replaced_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cache_path().mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        assert ask().bytes_per_s > 0
+    assert len(caplog.records) == 1
+
+
+def test_who_finds_another_measuring_waits_and_takes_what_it_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ask()
+    keep(Ceilings(1.0, 2.0))
+    found = cache_path().read_text()
+    cache_path().unlink()
+    refused = threading.Event()
+    flock = fcntl.flock
+
+    def watched(file: TextIO, operation: int) -> None:
+        try:
+            flock(file, operation)
+        except BlockingIOError:
+            refused.set()
+            raise
+
+    answers: list[Ceilings] = []
+    asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    with cache_path().with_suffix(".lock").open("w") as lock:
+        flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr("fcntl.flock", watched)
+        asking.start()
+        assert refused.wait(10.0)
+        cache_path().write_text(found)
+        assert not answers
+    asking.join(10.0)
+    assert answers == [Ceilings(1.0, 2.0)]
+
+
+def test_who_is_stopped_while_measuring_stops_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_LOCK_TIMEOUT_S", 0.0)
+    cache_path().parent.mkdir(parents=True)
+    with cache_path().with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ask().bytes_per_s > 0
+    assert not cache_path().exists()
+    assert len(caplog.records) == 1 and "locked" in caplog.text
