@@ -26,6 +26,8 @@ from splitserve.errors import RequestFailedError, UnavailableError
 from splitserve.logs import LimitedLog
 from splitserve.wire import messages as m
 
+Report = m.FirstToken | m.HandedOver | m.Tokens | m.Observed | m.Failed
+
 log = LimitedLog(logging.getLogger(__name__))
 
 
@@ -200,6 +202,10 @@ class State:
             name = type(message).__name__
             log.warning(name, f"dropped {name} from {identity!r}, which is no member")
             return []
+        return self._report(worker, message, now)
+
+    def _report(self, worker: Worker, message: Report, now: float) -> list[Action]:
+        """What a member says of its work."""
         match message:
             case m.FirstToken():
                 return self.requests.first_token(worker, message, now)

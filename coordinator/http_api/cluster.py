@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
-
 from typing import Any
 
 from fastapi import Request, Response

@@ -33,11 +33,12 @@ def ask(dtype: torch.dtype = DTYPE) -> Ceilings:
     return ceilings(dtype, torch.get_num_threads(), "cpu")
 
 
-def keep(found: Ceilings) -> None:
+def keep(found: Ceilings, num_starts: int = module._NUM_STARTS) -> None:
     """Put other numbers, that nobody measures, in the place of what is kept of the only key."""
     [key] = json.loads(cache_path().read_text())
     values = {"bytes_per_s": found.bytes_per_s, "flops_per_s": found.flops_per_s}
-    cache_path().write_text(json.dumps({key: values}))
+    kept = {"ceilings": values, "num_starts": num_starts}
+    cache_path().write_text(json.dumps({key: kept}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,9 +49,20 @@ def test_what_is_measured_is_no_nonsense(dtype: torch.dtype) -> None:
     assert 0 < found.flops_per_s < 1e16
 
 
-def test_the_second_time_nothing_is_measured() -> None:
-    first = ask()
-    assert ask() == first
+def test_the_best_of_the_first_starts_is_kept() -> None:
+    """Workers that start together find too little; what they found is not the last word."""
+    ask()
+    keep(Ceilings(1.0, 1e18), num_starts=1)
+    found = ask()
+    assert found.bytes_per_s > 1.0 and found.flops_per_s == 1e18
+    [kept] = json.loads(cache_path().read_text()).values()
+    assert kept["num_starts"] == 2
+
+
+def test_after_the_first_starts_nothing_is_measured() -> None:
+    for _ in range(module._NUM_STARTS):
+        ask()
+    assert ask() == ask()
     keep(Ceilings(1.0, 2.0))
     assert ask() == Ceilings(1.0, 2.0)
     names = {path.name for path in cache_path().parent.iterdir()}
@@ -61,7 +73,7 @@ def test_another_dtype_and_another_number_of_threads_have_ceilings_of_their_own(
     ask()
     keep(Ceilings(1.0, 2.0))
     bf16 = ask(torch.bfloat16)
-    assert bf16 != Ceilings(1.0, 2.0) and ask(torch.bfloat16) == bf16
+    assert bf16 != Ceilings(1.0, 2.0)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
@@ -82,7 +94,9 @@ def test_another_dtype_and_another_number_of_threads_have_ceilings_of_their_own(
         b'{"a": {"bytes_per_s": 0, "flops_per_s": 1}}',
         b'{"a": {"bytes_per_s": NaN, "flops_per_s": 1}}',
         b'{"a": {"bytes_per_s": "1", "flops_per_s": 1}}',
-        b'{"a": {"bytes_per_s": 1}}',
+        b'{"a": {"ceilings": {"bytes_per_s": 1}, "num_starts": 1}}',
+        b'{"a": {"ceilings": {"bytes_per_s": 0, "flops_per_s": 1}, "num_starts": 1}}',
+        b'{"a": {"ceilings": {"bytes_per_s": NaN, "flops_per_s": 1}, "num_starts": 1}}',
         b"\xff\xfe",
         b"[" * 100_000,
     ],
@@ -92,7 +106,7 @@ def test_a_broken_file_is_written_anew(content: bytes) -> None:
     cache_path().write_bytes(content)
     found = ask()
     [kept] = json.loads(cache_path().read_text()).values()
-    assert Ceilings(**kept) == found == ask()
+    assert Ceilings(**kept["ceilings"]) == found
 
 
 @pytest.mark.parametrize("in_the_way", ["cache", "cache/splitserve"])
