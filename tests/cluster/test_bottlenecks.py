@@ -62,14 +62,13 @@ def streams(num_tokens: int, max_tokens: int) -> Callable[[int], Body]:
 PLANTS = [
     Plant("idle", "prefill", "split", 0, prompts(1)),
     Plant("idle", "decode", "split", 0, prompts(1)),
-    Plant("batching", "prefill", "split", 3, prompts(8)),
+    Plant("batching", "prefill", "split", 2, prompts(2)),
     Plant("batching", "decode", "split", 1, streams(16, 4000)),
     Plant("host", "prefill", "split", 3, prompts(32), (("schedule_s", 0.03),)),
     Plant("host", "decode", "split", 4, streams(16, 4000), (("schedule_s", 0.03),)),
     Plant("transfer", "prefill", "split", 2, prompts(64, max_tokens=2), (("frame_s", 0.02),)),
     Plant("transfer", "decode", "split", 2, prompts(64, max_tokens=2), (("frame_s", 0.02),)),
     Plant("compute", "prefill", "split", 3, prompts(512)),
-    Plant("kernels", "prefill", "slow attention", 3, prompts(1024)),
     Plant("kernels", "decode", "slow attention", 4, streams(512, 2000)),
     Plant("compute", "decode", "aggregated", 3, prompts(512)),
     Plant("memory", "decode", "aggregated", 4, streams(3000, 1000)),
@@ -161,9 +160,9 @@ def is_flowing(ring: FaultyRing, plant: Plant) -> bool:
     if plant.bottleneck == "idle":
         return bool(worker["bottleneck"] == "idle")
     if plant.role == "decode" and plant.body(0).get("stream"):
-        return bool(
-            worker["num_tokens_decoded"] and worker["num_requests_running"] == plant.num_clients
-        )
+        last = worker["evidence"] or {"num_prefill_tokens": 1}
+        is_decoding = last["num_prefill_tokens"] == 0 and last["num_decode_tokens"] > 0
+        return is_decoding and bool(worker["num_requests_running"] == plant.num_clients)
     return bool(worker["num_tokens_prefilled"] or worker["num_tokens_decoded"])
 
 
@@ -195,4 +194,4 @@ def test_a_planted_bottleneck_is_named(planted: PlantedClusters, plant: Plant) -
     names = [window["bottleneck"] for window in windows]
     assert len(names) >= (1 if plant.bottleneck == "idle" else 3), names
     right = names.count(plant.bottleneck)
-    assert right >= SHARE * len(names), [w for w in windows if w["bottleneck"] != plant.bottleneck]
+    assert right >= SHARE * len(names), "\n".join(map(str, windows))

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from splitserve.config import Fingerprint, KVLayout, Promises
+from splitserve.profiling.evidence import Evidence
 from splitserve.request import Sampling, TokenLogprobs
 from splitserve.wire import messages as m
+from splitserve.work import Ceilings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 SECTIONS = {
@@ -26,6 +28,9 @@ PARTS = (
     m.TokenRow,
     m.WorkerFacts,
     m.WorkerStats,
+    Ceilings,
+    Evidence,
+    m.ObservedWindow,
     m.Region,
     m.HandoffTimes,
     m.Begun,

@@ -51,7 +51,12 @@ def test_each_class_has_its_evidence(changes: dict[str, Any], bottleneck: Bottle
             {**HALF_EMPTY, "full_batch_gain": 1.49},
             "batching",
         ),
-        ({"floor_s": 0.45}, {"floor_s": 0.449}, "memory"),
+        ({"floor_s": 0.225}, {"floor_s": 0.2249}, "memory"),
+        (
+            {"floor_s": 0.45, "memory_floor_s": 0.1, "compute_floor_s": 0.45},
+            {"floor_s": 0.449, "memory_floor_s": 0.1, "compute_floor_s": 0.449},
+            "compute",
+        ),
     ],
 )
 def test_at_a_threshold_the_class_is_named_and_below_it_is_not(

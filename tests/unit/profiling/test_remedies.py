@@ -216,7 +216,7 @@ def test_slow_kernels_come_first_when_they_are_far_from_their_roof() -> None:
 
 
 def test_slow_kernels_come_last_when_they_are_near() -> None:
-    evidence = busy(floor_s=0.9 * 0.25, memory_floor_s=0.9 * 0.25, compute_floor_s=0.01)
+    evidence = busy(floor_s=0.9 * 0.25, memory_floor_s=0.01, compute_floor_s=0.9 * 0.25)
     found = remedies(evidence, DECODE)
     assert [r.title for r in found] == ["more threads: 2 to 4", FASTER_KERNELS]
     assert found[0].speedup == pytest.approx(1 / (1 - 0.9 / 3))
