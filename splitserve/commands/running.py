@@ -14,7 +14,15 @@ from rich.table import Table
 from splitserve.commands.options import API_KEY, BASE_URL
 from splitserve.errors import ConfigError, UnavailableError
 
-_COLUMNS = ("state", "pid", "host", "run / wait", "blocks used / all", "tokens in / out")
+_COLUMNS = (
+    "state",
+    "pid",
+    "host",
+    "run / wait",
+    "blocks used / all",
+    "tokens in / out",
+    "bound by",
+)
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 _POLL_S = 0.5
 _PIPE_WIDTH = 200  # of a table that no terminal bounds
@@ -148,4 +156,5 @@ def _cells(worker: dict[str, Any]) -> tuple[str, ...]:
         pair("num_requests_running", "num_requests_waiting"),
         pair("num_blocks_used", "num_blocks_total"),
         pair("num_tokens_prefilled", "num_tokens_decoded"),
+        shown("bottleneck"),
     )
