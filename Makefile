@@ -5,7 +5,7 @@ VENV := .venv
 STAMP := $(VENV)/.ready
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-quick break format bench chaos soak
+.PHONY: setup demo test test-quick break format bench bench-profiling chaos soak
 
 setup: $(STAMP)
 
@@ -35,6 +35,11 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/w1.py
+
+bench-profiling: $(STAMP)
+	$(BIN)/python -m benchmarks.step_log smollm2-135m
+	$(BIN)/python -m benchmarks.attribution
+	$(BIN)/python -m benchmarks.remedies
 
 chaos: $(STAMP)
 	$(BIN)/python -m benchmarks.chaos

@@ -132,6 +132,11 @@ class Legs:
         release = m.Release(leg.leg_id, leg.attempt, self._epoch, left_s)
         return [Send(worker.identity, release)]
 
+    def stop_decoding(self, leg: Leg, now: float) -> list[Action]:
+        """Nobody wants more of a leg; what its prefill worker still has goes on."""
+        decoder = self._registry.workers.get(leg.decode_worker_id or "")
+        return self.leave(leg, decoder, now) if decoder is not None and leg.is_decoding else []
+
     def forget_order(self, worker: Worker, request_id: str, attempt: int) -> Send:
         """A worker speaks of something that is over here."""
         release = m.Release(request_id, attempt, self._epoch, FORGOTTEN_S)

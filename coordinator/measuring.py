@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 from coordinator.events import Deliver, NewRequest
 from coordinator.output import Piece
@@ -15,9 +16,16 @@ from splitserve.metrics import Metrics
 from splitserve.timeline import Timeline
 from splitserve.wire import messages as m
 
-MAX_LATE = 1000
+LATE_S = 10.0  # behind the end of an answer
 
 log = logging.getLogger(__name__)
+
+
+class _Late(NamedTuple):
+    """Complete, but for the prefill worker's word, which is waited for until `due`."""
+
+    timeline: Timeline
+    due: float
 
 
 class Measuring:
@@ -28,7 +36,7 @@ class Measuring:
         self._profiles = profiles
         self._last_delivery: dict[tuple[str, int], float] = {}
         self._num_prompt_tokens: dict[str, int] = {}
-        self._late: dict[str, Timeline] = {}  # complete, but for the prefill worker's word
+        self._late: dict[str, _Late] = {}  # oldest first
 
     def accepted(self, requests: Sequence[NewRequest]) -> None:
         for request in requests:
@@ -38,9 +46,11 @@ class Measuring:
         """A worker's message: of a hand-off it may come behind the end of the answer."""
         if isinstance(message, m.HandedOver) and message.times is not None:
             self._metrics.transferred(message.times.kv_transfer_s)
-            if timeline := self._late.pop(message.request_id, None):
-                timeline.handed_over(message.attempt, message.num_kv_bytes, message.times)
-                self._metrics.handoff_timed(timeline)
+            late = self._late.get(message.request_id)
+            if late is not None and late.timeline.attempt == message.attempt:
+                del self._late[message.request_id]
+                late.timeline.handed_over(message.attempt, message.num_kv_bytes, message.times)
+                self._metrics.handoff_timed(late.timeline)
 
     def delivered(self, action: Deliver, piece: Piece) -> None:
         """Tokens of one choice went to its client."""
@@ -61,7 +71,8 @@ class Measuring:
         self._metrics.ended(ticket.finish_reasons)
         self._metrics.counted(num_prompt_tokens, ticket.num_output_tokens)
         if ticket.timeline.awaits_handoff:
-            self._wait_for_handoff(ticket.request_id, ticket.timeline)
+            due = time.monotonic() + LATE_S
+            self._late[ticket.request_id] = _Late(ticket.timeline, due)
         else:
             self._metrics.handoff_timed(ticket.timeline)
 
@@ -75,11 +86,10 @@ class Measuring:
                 if log.isEnabledFor(logging.DEBUG):
                     log.debug("%s", _line(ticket.request_id, timeline))
 
-    def _wait_for_handoff(self, request_id: str, timeline: Timeline) -> None:
-        """Not for ever: the prefill worker may have died."""
-        self._late[request_id] = timeline
-        while len(self._late) > MAX_LATE:
-            self._metrics.handoff_timed(self._late.pop(next(iter(self._late))))
+    def turned(self, now: float) -> None:
+        """A hand-off is not waited for for ever: its prefill worker may have died."""
+        while self._late and next(iter(self._late.values())).due <= now:
+            self._metrics.handoff_timed(self._late.pop(next(iter(self._late))).timeline)
 
 
 def _line(request_id: str, timeline: Timeline) -> str:

@@ -6,16 +6,19 @@ A profile has a bound: a client that reads too slowly loses lines, and hears how
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from coordinator.events import Send
 from coordinator.registry import Worker
+from splitserve.errors import OverloadedError
 from splitserve.profiling.step_log import COLUMNS
 from splitserve.timeline import Timeline
 from splitserve.wire import messages as m
 
-MAX_LINES = 10_000  # that wait for a client
+MAX_WAITING = 100_000  # rows and other entries that wait for a client; 80 MB
+MAX_PROFILES = 4  # that run at once
 GRACE_S = 1.5  # for what workers still have to tell when the time is over
 _ENDED_AT = COLUMNS.index("ended_at")
 
@@ -27,15 +30,32 @@ class Profile:
     """Owns what one client of a profile has not read yet."""
 
     began_at: float
-    ends_at: float
+    order: m.Observe
+    worker_ids: set[str]  # who was told to tell
     num_lost: int = 0
-    lines: asyncio.Queue[Line] = field(default_factory=lambda: asyncio.Queue(MAX_LINES))
+    num_waiting: int = 0
+    lines: asyncio.Queue[Line] = field(default_factory=asyncio.Queue)
+
+    @property
+    def ends_at(self) -> float:
+        return self.began_at + self.order.duration_s
 
     def tell(self, line: Line) -> None:
+        num_entries = _num_entries(line)
+        if self.num_waiting + num_entries > MAX_WAITING:
+            self.num_lost += num_entries
+            return
+        self.num_waiting += num_entries
+        self.lines.put_nowait(line)
+
+    async def next(self, timeout_s: float) -> Line | None:
+        """The next line; None when there is none in time."""
         try:
-            self.lines.put_nowait(line)
-        except asyncio.QueueFull:
-            self.num_lost += len(line.get("rows", ())) or 1
+            line = await asyncio.wait_for(self.lines.get(), timeout_s)
+        except TimeoutError:
+            return None
+        self.num_waiting -= _num_entries(line)
+        return line
 
 
 class Profiles:
@@ -45,22 +65,53 @@ class Profiles:
         self._clock = clock
         self._running: set[Profile] = set()
 
-    async def lines(self, duration_s: float, start: Line) -> AsyncIterator[Line]:
-        """Everything of a profile that begins now. Whoever calls this tells the workers."""
-        now = self._clock()
-        profile = Profile(now, now + duration_s)
+    @property
+    def are_running(self) -> bool:
+        return bool(self._running)
+
+    def check_room(self) -> None:
+        """Raises OverloadedError when as many profiles run as may."""
+        if len(self._running) >= MAX_PROFILES:
+            raise OverloadedError(f"{MAX_PROFILES} profiles are running, and more may not")
+
+    async def lines(
+        self, order: m.Observe, workers: Sequence[Worker], start: Line, on_end: Callable[[], None]
+    ) -> AsyncIterator[Line]:
+        """Everything of a profile that begins now. Whoever calls this tells `workers`.
+
+        `on_end` is called when no profile runs any more, also when its client has left.
+        """
+        profile = Profile(self._clock(), order, {worker.worker_id for worker in workers})
         self._running.add(profile)
         try:
-            yield {"type": "start", "duration_s": duration_s, **start, "columns": COLUMNS}
+            head = {"type": "start", "duration_s": order.duration_s, **start}
+            yield {**head, "columns": COLUMNS, "workers": [*map(facts_line, workers)]}
             while (left_s := profile.ends_at + GRACE_S - self._clock()) > 0:
-                try:
-                    yield await asyncio.wait_for(profile.lines.get(), left_s)
-                except TimeoutError:
+                if (line := await profile.next(left_s)) is None:
                     break
+                yield line
+            self._running.discard(profile)
+            while not profile.lines.empty():
+                yield profile.lines.get_nowait()
             observed_s = min(self._clock(), profile.ends_at) - profile.began_at
             yield {"type": "end", "at": observed_s, "num_lost": profile.num_lost}
         finally:
             self._running.discard(profile)
+            if not self._running:
+                on_end()
+
+    def newcomers(self, workers: Iterable[Worker]) -> list[Send]:
+        """What to tell those of `workers` that joined while profiles run."""
+        now = self._clock()
+        sends = []
+        for profile in self._running:
+            left_s = profile.ends_at - now
+            for worker in workers if left_s > 0 else ():
+                if worker.worker_id not in profile.worker_ids:
+                    profile.worker_ids.add(worker.worker_id)
+                    profile.tell({"type": "worker", **facts_line(worker)})
+                    sends.append(Send(worker.identity, replace(profile.order, duration_s=left_s)))
+        return sends
 
     def observed(self, message: m.Observed) -> None:
         """What a worker told of itself."""
@@ -74,6 +125,8 @@ class Profiles:
                 evidence = asdict(window.evidence)
                 told = {"at": at - window.age_s, "evidence": evidence}
                 profile.tell({"type": "window", "worker_id": message.worker_id, **told})
+            if events := [[k.name, at - k.age_s, k.duration_s] for k in message.kernels]:
+                profile.tell({"type": "kernels", "worker_id": message.worker_id, "events": events})
 
     def finished(self, timeline: Timeline) -> None:
         """A request came to its end."""
@@ -82,25 +135,29 @@ class Profiles:
             profile.tell({"type": "request", "at": at, "timing": timeline.report()})
 
 
-def facts_lines(workers: Sequence[Worker]) -> list[Line]:
-    """What the start of a profile says of each worker."""
-    return [
-        {
-            "worker_id": worker.worker_id,
-            "role": worker.role,
-            "host": worker.host,
-            "device": worker.facts.device,
-            "num_threads": worker.facts.num_threads,
-            "max_num_seqs": worker.facts.max_num_seqs,
-            "max_num_batched_tokens": worker.facts.max_num_batched_tokens,
-            "num_blocks_total": worker.facts.num_blocks,
-            **({} if worker.facts.ceilings is None else asdict(worker.facts.ceilings)),
-            "weight_bytes": worker.facts.weight_bytes,
-            "kv_token_bytes": worker.facts.layout.token_bytes,
-            "transport": worker.facts.transport,
-        }
-        for worker in workers
-    ]
+def _num_entries(line: Line) -> int:
+    return len(line.get("rows") or line.get("events") or "1")
+
+
+def facts_line(worker: Worker) -> Line:
+    """What a profile says of a worker, once."""
+    facts = worker.facts
+    return {
+        "worker_id": worker.worker_id,
+        "role": worker.role,
+        "host": worker.host,
+        "device": facts.device,
+        "num_cores": facts.num_cores,
+        "num_threads": facts.num_threads,
+        "max_num_seqs": facts.max_num_seqs,
+        "max_num_batched_tokens": facts.max_num_batched_tokens,
+        "num_blocks_total": facts.num_blocks,
+        **({} if facts.ceilings is None else asdict(facts.ceilings)),
+        "weight_bytes": facts.weight_bytes,
+        "kv_token_bytes": facts.layout.token_bytes,
+        "dtype_bytes": facts.layout.bytes_per_number,
+        "transport": facts.transport,
+    }
 
 
 def _since(row: Sequence[float], at: float) -> list[float]:

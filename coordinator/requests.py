@@ -277,7 +277,7 @@ class Requests:
         if tracked.request.wants_timing and tracked.transferring:
             if tracked.linger_until is None:
                 tracked.linger_until = min(tracked.deadline, now + TIMING_WAIT_S)
-            return []
+            return [action for leg in tracked.legs for action in self.legs.stop_decoding(leg, now)]
         return self._finish(tracked, now)
 
     def _finish(self, tracked: Tracked, now: float) -> list[Action]:

@@ -17,7 +17,7 @@ from coordinator.cluster_view import cluster_sample, cluster_view
 from coordinator.limits import Limits
 from coordinator.measuring import Measuring
 from coordinator.output import ChoiceOutput
-from coordinator.profiles import Profiles, facts_lines
+from coordinator.profiles import Profiles
 from coordinator.state import State
 from coordinator.tickets import Call, TicketBox
 from splitserve.config import CoordinatorConfig, Role
@@ -95,6 +95,7 @@ class Service:
         if now - self.turned_at > PAUSE_S:
             self._paused_s += now - self.turned_at
         self.turned_at = now
+        self._measuring.turned(now)
         if all_taken:
             paused_s, self._paused_s = self._paused_s, 0.0
             self.apply(e.TimePassed(paused_s))
@@ -112,6 +113,8 @@ class Service:
             if isinstance(event, e.MessageReceived):
                 self._measuring.heard(event.message)
             self._perform(self._state.handle(event, time.monotonic()))
+            if self._profiles.are_running:
+                self._perform(self._profiles.newcomers(self._state.registry.alive()))
 
     def _perform(self, actions: Sequence[e.Action]) -> None:
         for action in actions:
@@ -190,17 +193,27 @@ class Service:
         self._run()
         return worker_ids
 
-    def profile(self, duration_s: float) -> AsyncIterator[dict[str, Any]]:
-        """Have every worker tell what it does; the lines of what it and its requests do."""
-        workers = list(self._state.registry.alive())
-        order = Observe(self._state.settings.epoch, duration_s)
+    def profile(
+        self, duration_s: float, num_kernel_steps: int = 0
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Have every worker tell what it does; the lines of what it and its requests do.
+
+        Raises OverloadedError.
+        """
+        self._profiles.check_room()
+        workers = self._state.registry.alive()
+        order = Observe(self._state.settings.epoch, duration_s, num_kernel_steps)
         self._perform([e.Send(worker.identity, order) for worker in workers])
         start = {
             "model": self.config.served_model_names[0],
             "target": dict(self._state.pools.targets),
-            "workers": facts_lines(workers),
         }
-        return self._profiles.lines(duration_s, start)
+        return self._profiles.lines(order, workers, start, self._stop_observing)
+
+    def _stop_observing(self) -> None:
+        order = Observe(self._state.settings.epoch, 0.0)
+        workers = self._state.registry.alive()
+        self._perform([e.Send(worker.identity, order) for worker in workers])
 
     def cluster(self) -> dict[str, object]:
         """As GET /cluster shows it."""

@@ -8,7 +8,7 @@ from decode_worker.worker import DecodeWorker
 from kv_transfer import make_receiver
 from splitserve.config import WorkerConfig
 from splitserve.membership import Membership
-from splitserve.process import pin_to_cores
+from splitserve.process import num_usable_cores, pin_to_cores
 from splitserve.wire.channel import Channel
 from splitserve.wire.links import secret_identity
 from splitserve.worker_process import facts_of, load_runner, make_recorder, run_role
@@ -16,6 +16,7 @@ from splitserve.worker_process import facts_of, load_runner, make_recorder, run_
 
 def serve(config: WorkerConfig, worker_id: str) -> None:
     """Load, join, serve until drained."""
+    num_cores = num_usable_cores()  # before it keeps to some of them
     pin_to_cores(config.cores)
     runner = load_runner(config)
     recorder = make_recorder(runner)
@@ -26,7 +27,7 @@ def serve(config: WorkerConfig, worker_id: str) -> None:
     membership = Membership(config, channel, worker_id)
     membership.watch_signals()
     try:
-        membership.join(facts_of(config, runner, recorder), endpoints=(endpoint,))
+        membership.join(facts_of(config, runner, recorder, num_cores), endpoints=(endpoint,))
         DecodeWorker(runner, channel, receiver, membership, recorder).run()
     finally:
         membership.leave()

@@ -28,17 +28,23 @@ class Account:
     def step_of(self, plan: list[Planned]) -> Step:
         """The step of this plan: its slots are sequences."""
         num_tokens = sum(chunk.num_tokens for chunk in plan)
-        num_decode = sum(chunk.num_tokens == 1 for chunk in plan)
+        num_decode = sum(c.num_tokens == 1 and not c.sequence.is_prompt for c in plan)
         limit: SlotLimit = "no_request"
         if len(plan) >= self.max_num_seqs or num_tokens >= self.max_num_batched_tokens:
             limit = "cap"
-        elif self.intake.num_waiting or self.scheduler.num_preempted:
+        elif self.scheduler.num_preempted or (self.intake.num_waiting and self._has_seats):
             limit = "no_blocks"
         elif self.intake.num_late:
             limit = "waiting_for_kv"
         num_used = self.scheduler.blocks.counts.used
         tokens = num_tokens - num_decode, num_decode
         return Step(*tokens, len(plan), self.max_num_seqs, limit, num_used)
+
+    @property
+    def _has_seats(self) -> bool:
+        """Whether more sequences could be taken: prompts that are still being computed have one."""
+        num_taken = self.scheduler.num_choices + self.intake.num_granted_choices
+        return num_taken < self.max_num_seqs
 
     @property
     def waits_for(self) -> Phase:

@@ -75,6 +75,10 @@ class Intake:
         return len(self._granted)
 
     @property
+    def num_granted_choices(self) -> int:
+        return sum(len(incoming.request.choices) for incoming in self._granted.values())
+
+    @property
     def num_late(self) -> int:
         """Of these, the ones that are computed: only their KV is missing."""
         return sum(incoming.is_computed for incoming in self._granted.values())
@@ -116,7 +120,7 @@ class Intake:
     def admit(self, spare_blocks: int, num_choices: int, now: float) -> list[Action]:
         """Serve the line: `spare_blocks` may be given away, `num_choices` are being decoded."""
         actions: list[Action] = []
-        num_choices += sum(len(i.request.choices) for i in self._granted.values())
+        num_choices += self.num_granted_choices
         blocked: Incoming | None = None
         for incoming in list(self._waiting.values()):
             needed = self._blocks_for(incoming.request)

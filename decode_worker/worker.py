@@ -72,7 +72,7 @@ class DecodeWorker:
         self._receiver = receiver
         self._membership = membership
         self._recorder = recorder
-        self._observer = Observer(membership.worker_id, recorder)
+        self._observer = Observer(membership.worker_id, recorder, runner)
         self._clock = clock
         self._answers = Answers(self.scheduler, runner, runner.layout.block_size, clock)
         self._prompts = self._answers.prompts

@@ -80,7 +80,7 @@ class PrefillWorker:
         self._sender = sender
         self._membership = membership
         self._recorder = recorder
-        self._observer = Observer(membership.worker_id, recorder)
+        self._observer = Observer(membership.worker_id, recorder, runner)
         self._clock = clock
         self._prompts = PromptClock()
         self._draining = Draining(membership.drain_grace_s)
@@ -101,8 +101,10 @@ class PrefillWorker:
             lap("receive")
             self.expire()
             self.compute()
+            lap("send")
             for event in self._membership.receive(0):
                 self.take(event)  # Grants that came during the step: their KV can go now
+            lap("receive")
             self.push()
             lap("send")
             self.admit()
@@ -148,8 +150,7 @@ class PrefillWorker:
         """Prompts that now hold their blocks are announced to their decode workers."""
         now = self._clock()
         for sequence in self.scheduler.admit():
-            key = sequence.request.key
-            self.act(self.handoffs.open(key, self._membership.epoch, now))
+            self.act(self.handoffs.open(sequence.request.key, self._membership.epoch, now))
 
     def compute(self) -> None:
         """One forward pass over the next chunks."""
@@ -256,8 +257,7 @@ class PrefillWorker:
             return
         assert message.decode_worker_id is not None and message.decode_endpoint is not None
         self._prompts.arrived(request.key, at)
-        target = Target(message.decode_worker_id, message.decode_endpoint)
-        self.handoffs.add(request, target, at)
+        self.handoffs.add(request, Target(message.decode_worker_id, message.decode_endpoint), at)
         self.scheduler.submit(request)
 
     def _computed(self, planned: Planned, tokens: tuple[SampledToken, ...]) -> None:
@@ -284,7 +284,7 @@ class PrefillWorker:
                 raise RuntimeError(f"could not tell the coordinator {type(message).__name__}")
             return  # the next one asks what is here
         log.warning("could not send %s to %s", type(message).__name__, peer)
-        if isinstance(message, m.Open | m.FrameHeader | m.Computing | m.Commit):
+        if isinstance(message, m.Open | m.FrameHeader | m.Computing | m.Computed | m.Commit):
             key = RequestKey(message.request_id, message.attempt)
             self.act(self.handoffs.send_failed(key, f"the decode worker at {peer} is unreachable"))
 
@@ -296,5 +296,5 @@ class PrefillWorker:
         return None if due == float("inf") else max(0.0, due - self._clock())
 
     def _done(self) -> bool:
-        idle, connected = self.scheduler.idle, self._membership.connected
-        return self._draining.over(idle, connected, self._clock())
+        here = self._membership
+        return self._draining.over(self.scheduler.idle, here.connected, self._clock())

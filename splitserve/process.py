@@ -58,6 +58,18 @@ def available_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
+def num_usable_cores() -> int:
+    """How many cores this process, and others like it, may keep busy: a container may allow less
+    time than its CPUs have."""
+    num_cores = len(available_cores())
+    quota = Path("/sys/fs/cgroup/cpu.max")  # "max 100000", or microseconds in each so many
+    if quota.exists():
+        allowed, period = quota.read_text().split()
+        if allowed != "max":
+            num_cores = min(num_cores, -(-int(allowed) // int(period)))
+    return num_cores
+
+
 def pin_to_cores(cores: Iterable[int] | None) -> None:
     """Run this process on these CPUs only. Call it before any library starts threads.
 

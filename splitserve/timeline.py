@@ -66,7 +66,7 @@ class Timeline:
 
     def prompt_computed(self, attempt: int, queued_s: float, prefill_s: float) -> None:
         if attempt == self.attempt and self.prefill_s is None:
-            self.worker_queue_s, self.prefill_s = queued_s, prefill_s
+            self.worker_queue_s, self.prefill_s = max(0.0, queued_s), max(0.0, prefill_s)
 
     def handed_over(self, attempt: int, num_kv_bytes: int, times: HandoffTimes | None) -> None:
         if attempt == self.attempt and self.handoff is None:

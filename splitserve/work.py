@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,11 @@ class StepSpent:
     forward_s: float = 0.0
     sample_s: float = 0.0
     work: StepWork = StepWork()
+
+
+class Operation(NamedTuple):
+    """One operation of a step, as a profiler saw it; others may run within it."""
+
+    name: str
+    started_at: float  # on the process's monotonic clock, s
+    duration_s: float

@@ -58,8 +58,10 @@ def make_recorder(runner: ModelRunner) -> Recorder:
     return Recorder(roofs, runner.work_model.weight_bytes)
 
 
-def facts_of(config: WorkerConfig, runner: ModelRunner, recorder: Recorder) -> m.WorkerFacts:
-    """What Hello says about this worker."""
+def facts_of(
+    config: WorkerConfig, runner: ModelRunner, recorder: Recorder, num_cores: int = 0
+) -> m.WorkerFacts:
+    """What Hello says about this worker. `num_cores` are the host's: it may be pinned to fewer."""
     return m.WorkerFacts(
         num_blocks=runner.num_blocks,
         max_num_seqs=runner.config.max_num_seqs,
@@ -72,4 +74,5 @@ def facts_of(config: WorkerConfig, runner: ModelRunner, recorder: Recorder) -> m
         ceilings=recorder.ceilings,
         weight_bytes=recorder.weight_bytes,
         transport=config.transport,
+        num_cores=num_cores,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from splitserve.engine.batch import Chunk, SampleRow
 from splitserve.engine.step_work import StepMeter, WorkModel
 from splitserve.request import SampledToken
 from splitserve.wire.messages import Region, WorkerFacts
-from splitserve.work import StepSpent
+from splitserve.work import Operation, StepSpent
 from tests.fake_store import FakeStore, whole
 
 LAYOUT = KVLayout("float32", num_layers=3, num_kv_heads=2, head_dim=2, block_size=4)
@@ -65,6 +66,8 @@ class FakeRunner:
         self.config = EngineConfig("fake", max_num_seqs=self.max_num_seqs)
         self.copies: list[tuple[int, int]] = []
         self._meter = StepMeter()
+        self._num_traced_steps = 0  # still to come
+        self._kernels: list[Operation] = []
         self.step_s = 0.02
         self.at_full_speed = threading.Event()  # cleared: a step takes `step_s`
         self.at_full_speed.set()
@@ -79,9 +82,11 @@ class FakeRunner:
             ends = np.array([chunk.end for chunk in chunks])
             query_lens = ends - np.array([chunk.start for chunk in chunks])
         with self._meter.during("forward"):
+            began = time.monotonic()
             self.at_full_speed.wait(self.step_s)
             for chunk in chunks:
                 self._compute(chunk)
+            self._trace(began)
         num_logits_rows = sum(bool(chunk.samples) for chunk in chunks)
         self._meter.did(self.work_model.of(query_lens, ends, num_logits_rows))
         with self._meter.during("sample"):
@@ -89,6 +94,18 @@ class FakeRunner:
 
     def take_spent(self) -> StepSpent:
         return self._meter.take()
+
+    def trace_next(self, num_steps: int) -> None:
+        self._num_traced_steps = num_steps
+
+    def take_kernels(self) -> tuple[list[Operation], int]:
+        kernels, self._kernels = self._kernels, []
+        return kernels, 0
+
+    def _trace(self, began: float) -> None:
+        if self._num_traced_steps:
+            self._num_traced_steps -= 1
+            self._kernels.append(Operation("fake::step", began, time.monotonic() - began))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:

@@ -50,7 +50,7 @@ async def restart(service: Service, request: Request) -> Response:
 async def profile(service: Service, request: Request) -> Response:
     """What every worker does from now on, as it happens: NDJSON."""
     body = validate(ProfileBody, await read_object(request))
-    lines = service.profile(body.duration_s)
+    lines = service.profile(body.duration_s, body.num_kernel_steps)
     return StreamingResponse(_ndjson(lines), media_type="application/x-ndjson")
 
 

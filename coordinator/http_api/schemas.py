@@ -21,6 +21,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_PROFILE_S = 600.0
+MAX_KERNEL_STEPS = 20
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -110,6 +111,7 @@ class ScaleBody(Strict):
 
 class ProfileBody(Strict):
     duration_s: Annotated[float, Field(ge=1.0, le=MAX_PROFILE_S)] = 30.0
+    num_kernel_steps: Annotated[int, Field(ge=0, le=MAX_KERNEL_STEPS)] = 0
 
 
 class RestartBody(Strict):

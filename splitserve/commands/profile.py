@@ -27,7 +27,7 @@ def profile(
     duration: float = typer.Option(30.0, min=1, max=600, help="Seconds to watch."),
     html: Path | None = typer.Option(None, help="Write a report with plots there."),
     trace: Path | None = typer.Option(None, help="Write a trace for ui.perfetto.dev there."),
-    kernels: int = typer.Option(0, min=0, help="Steps whose operations the trace shows."),
+    kernels: int = typer.Option(0, min=0, max=20, help="Steps whose operations the trace shows."),
 ) -> None:
     """Show what binds each worker of a running cluster, and what to do first.
 

@@ -12,6 +12,7 @@ from splitserve.config import EngineConfig
 from splitserve.engine.attention import make_attention
 from splitserve.engine.attention.base import AttentionShape
 from splitserve.engine.batch import Chunk, SampleRow, build_batch
+from splitserve.engine.kernel_trace import KernelTrace
 from splitserve.engine.kv_cache import DTYPES, KVCache
 from splitserve.engine.models.config import ModelConfig, read_config
 from splitserve.engine.models.decoder import Decoder, load_decoder
@@ -21,7 +22,7 @@ from splitserve.engine.sampler import sample
 from splitserve.engine.step_work import StepMeter, WorkModel
 from splitserve.errors import ConfigError
 from splitserve.request import SampledToken, Sampling
-from splitserve.work import StepSpent
+from splitserve.work import Operation, StepSpent
 
 _WARM_UP_TOKENS = 64
 
@@ -40,6 +41,7 @@ class ModelRunner:
         self.work_model = WorkModel.from_shapes(model, self.layout, kv_cache.tensor.dtype)
         self._decoder = decoder
         self._meter = StepMeter()
+        self._trace = KernelTrace(on_gpu=kv_cache.tensor.is_cuda)
 
     @classmethod
     def load(cls, config: EngineConfig, device: str = "cpu") -> ModelRunner:
@@ -83,10 +85,11 @@ class ModelRunner:
 
     def step(self, chunks: Sequence[Chunk]) -> list[tuple[SampledToken, ...]]:
         """Compute every chunk, at least one. One tuple each: a token for each of its samples."""
-        logits = self.logits(chunks)
-        rows = [row for chunk in chunks for row in chunk.samples]
-        with self._meter.during("sample"), torch.inference_mode():
-            tokens = iter(sample(logits, rows) if rows else [])
+        with self._trace.step():
+            logits = self.logits(chunks)
+            rows = [row for chunk in chunks for row in chunk.samples]
+            with self._meter.during("sample"), torch.inference_mode():
+                tokens = iter(sample(logits, rows) if rows else [])
         return [tuple(next(tokens) for _ in chunk.samples) for chunk in chunks]
 
     @torch.inference_mode()
@@ -106,6 +109,14 @@ class ModelRunner:
     def take_spent(self) -> StepSpent:
         """What all passes since the last call took and did; of one that failed, what it took."""
         return self._meter.take()
+
+    def trace_next(self, num_steps: int) -> None:
+        """Watch the operations of the next steps, which makes those slower; 0 ends it."""
+        self._trace.watch(num_steps)
+
+    def take_kernels(self) -> tuple[list[Operation], int]:
+        """Those of watched steps since the last call, and how many there was no room for."""
+        return self._trace.take()
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

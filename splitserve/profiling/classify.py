@@ -32,7 +32,7 @@ NEAR_MEMORY_ROOF = 0.25
 
 WHY_NOT_MORE: dict[SlotLimit, str] = {
     "cap": "the batch is full",
-    "no_request": "no other request waits",
+    "no_request": "no other request is here",
     "no_blocks": "no KV blocks are free for those who wait",
     "waiting_for_kv": "those who would join wait for their KV",
 }
@@ -47,7 +47,8 @@ def explain(evidence: Evidence) -> str:
     """One line about `evidence.bottleneck`: the numbers that decided."""
     match evidence.bottleneck:
         case "idle":
-            text = f"{_percent(waiting_share(evidence))} of the time nothing is there to compute"
+            waiting = _percent(waiting_share(evidence))
+            text = f"{waiting} of the time there is nothing that it could compute"
         case "transfer" if kv_gap_share(evidence) >= TRANSFER_GAPS:
             text = f"{_percent(kv_gap_share(evidence))} of the time is a wait for KV on its way"
         case "transfer" | "batching":

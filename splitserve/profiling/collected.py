@@ -83,6 +83,7 @@ class Collector:
         self._num_dropped = self._num_unreadable = 0
         self._takers = {
             "start": self._take_start,
+            "worker": self._take_worker,
             "steps": self._take_steps,
             "window": self._take_window,
             "request": self._take_request,
@@ -143,11 +144,16 @@ class Collector:
         self._num_unreadable += 1
 
     def _take_start(self, message: dict[str, Any]) -> None:
-        for facts in map(facts_from, message["workers"]):
-            self._worker(facts.worker_id).facts = facts
+        for said in message["workers"]:
+            self._take_worker(said)
         dict(message.get("target") or {})
         self._start = message
         self.has_started = True
+
+    def _take_worker(self, said: dict[str, Any]) -> None:
+        """One that was there at the start, or joined since."""
+        facts = facts_from(said)
+        self._worker(facts.worker_id).facts = facts
 
     def _take_steps(self, message: dict[str, Any]) -> None:
         rows = rows_from(self._start.get("columns") or COLUMNS, message["rows"])

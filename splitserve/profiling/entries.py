@@ -24,6 +24,7 @@ class WorkerFacts:
     host: str = ""
     device: str = ""
     transport: str = ""
+    num_cores: int = 0  # of its host
     num_threads: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
@@ -126,7 +127,7 @@ def facts_from(said: Mapping[str, Any]) -> WorkerFacts:
 
 
 def guessed_facts(worker_id: str) -> WorkerFacts:
-    """Of a worker that joined after the start: ids begin with the role."""
+    """Of a worker that nobody introduced: ids begin with the role."""
     return WorkerFacts(worker_id, worker_id.partition("-")[0])
 
 

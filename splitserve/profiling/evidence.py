@@ -15,7 +15,7 @@ Phase = Literal[
     "forward",  # the model
     "sample",  # drawing tokens
     "send",  # taking tokens, telling others, shipping KV
-    "other",  # the rest of the loop: statistics, checks
+    "other",  # what none of these names fits: statistics, checks, calls between the parts of a step
 ]
 HOST_PHASES: tuple[Phase, ...] = ("receive", "schedule", "prepare", "sample", "send", "other")
 PHASES: tuple[Phase, ...] = ("wait", "kv_wait", "forward", *HOST_PHASES)
@@ -97,8 +97,3 @@ class Evidence:
     def efficiency(self) -> float:
         """Floor over forward time: 1 is as fast as the machine can be."""
         return self.floor_s / self.forward_s if self.forward_s else 0.0
-
-    @property
-    def unattributed_s(self) -> float:
-        """What no phase accounts for."""
-        return self.window_s - self.wait_s - self.kv_wait_s - self.busy_s

@@ -33,6 +33,7 @@ class PoolFacts:
     transport: str
     num_threads: int
     device: str = "cpu"
+    num_spare_cores: int | None = None  # of the worker's host; None is not known
 
     @property
     def num_workers(self) -> int:

@@ -4,8 +4,7 @@
     row         └──────────────────── one step ───────────────────────┘
     window ├────────────── about a second, whole turns ─────────────┤ ► Evidence
 
-Laps follow each other without a hole: what is not in a named phase is in the one that the next lap
-names, so phases add up to wall time.
+Laps follow each other without a hole, so phases add up to wall time. What no name fits is `other`.
 """
 
 from __future__ import annotations
@@ -69,11 +68,12 @@ class Recorder:
         self._lapped_at = now
 
     def stepped(self, step: Step, spent: StepSpent) -> None:
-        """A step is computed: its own times are known, the rest since the last lap prepared it."""
+        """A step is computed. What it does not account for since the last lap has no name."""
         now = self._clock()
         rest_s = now - self._lapped_at - spent.prepare_s - spent.forward_s - spent.sample_s
         self._lapped_at = now
-        self._spent[_PLACES["prepare"]] += spent.prepare_s + max(0.0, rest_s)
+        self._spent[_PLACES["prepare"]] += spent.prepare_s
+        self._spent[_PLACES["other"]] += max(0.0, rest_s)
         self._spent[_PLACES["forward"]] += spent.forward_s
         self._spent[_PLACES["sample"]] += spent.sample_s
         self._step = step, spent.work
@@ -84,7 +84,7 @@ class Recorder:
         if self._step is not None:
             self._append(*self._step)
             self._step = None
-        if self._lapped_at - self._window_began >= WINDOW_S:
+        if self._lapped_at >= self._window_began + WINDOW_S:  # just as `due` says it
             self._close()
 
     def due(self, wait: Phase) -> float:

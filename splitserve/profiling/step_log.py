@@ -9,18 +9,18 @@ import numpy.typing as npt
 
 from splitserve.profiling.evidence import PHASES
 
-CAPACITY = 8192  # rows; about 1 MiB
+CAPACITY = 8192  # rows; 1.2 MiB
 
 STEP = np.dtype(
     [
         ("ended_at", "f8"),  # on the worker's monotonic clock, s
         *((f"{phase}_s", "f8") for phase in PHASES),  # since the row before ended
-        ("num_prefill_tokens", "i4"),
-        ("num_decode_tokens", "i4"),
-        ("num_slots_used", "i4"),  # sequences (decode), tokens (prefill)
-        ("num_slots_allowed", "i4"),
-        ("slot_limit", "i4"),  # index into SLOT_LIMITS: why not more
-        ("num_kv_blocks_used", "i4"),
+        ("num_prefill_tokens", "i8"),
+        ("num_decode_tokens", "i8"),
+        ("num_slots_used", "i8"),  # sequences (decode), tokens (prefill)
+        ("num_slots_allowed", "i8"),
+        ("slot_limit", "i8"),  # index into SLOT_LIMITS: why not more
+        ("num_kv_blocks_used", "i8"),
         ("num_bytes", "i8"),
         ("num_flops", "i8"),
     ]

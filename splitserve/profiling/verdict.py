@@ -132,8 +132,8 @@ def worker_verdicts(profile: Profile) -> tuple[WorkerVerdict, ...]:
     """One for each worker, prefill first."""
     order = {str(role): place for place, role in enumerate(ROLES)}
     workers = sorted(profile.workers, key=lambda w: order.get(w.facts.role, len(order)))
-    counts = Counter(worker.facts.role for worker in workers)
-    return tuple(_worker_verdict(worker, counts) for worker in workers)
+    cluster = [worker.facts for worker in workers]
+    return tuple(_worker_verdict(worker, cluster) for worker in workers)
 
 
 def cluster_verdict(workers: Sequence[WorkerVerdict]) -> ClusterVerdict:
@@ -159,7 +159,7 @@ def cluster_verdict(workers: Sequence[WorkerVerdict]) -> ClusterVerdict:
     )
 
 
-def _worker_verdict(worker: WorkerProfile, counts: Counter[str]) -> WorkerVerdict:
+def _worker_verdict(worker: WorkerProfile, cluster: Sequence[WorkerFacts]) -> WorkerVerdict:
     evidences = [window.evidence for window in worker.windows]
     overall = merge(evidences) if evidences else Evidence()
     tally = Counter(evidence.bottleneck for evidence in evidences)
@@ -168,7 +168,7 @@ def _worker_verdict(worker: WorkerProfile, counts: Counter[str]) -> WorkerVerdic
     said_so = [evidence for evidence in evidences if evidence.bottleneck == bottleneck]
     evidence = merge(said_so) if said_so else overall
     evidence = dataclasses.replace(evidence, bottleneck=bottleneck)
-    facts = _pool_facts(worker.facts, counts)
+    facts = _pool_facts(worker.facts, cluster)
     return WorkerVerdict(
         facts=worker.facts,
         bottleneck=bottleneck,
@@ -180,11 +180,12 @@ def _worker_verdict(worker: WorkerProfile, counts: Counter[str]) -> WorkerVerdic
     )
 
 
-def _pool_facts(facts: WorkerFacts, counts: Counter[str]) -> PoolFacts | None:
+def _pool_facts(facts: WorkerFacts, cluster: Sequence[WorkerFacts]) -> PoolFacts | None:
     """None for a worker of which too little is known to predict anything."""
     role: Role | None = next((role for role in ROLES if role == facts.role), None)
     if role is None or not (facts.bytes_per_s and facts.flops_per_s):
         return None
+    counts = Counter(one.role for one in cluster)
     return PoolFacts(
         role=role,
         num_prefill=counts["prefill"],
@@ -199,7 +200,15 @@ def _pool_facts(facts: WorkerFacts, counts: Counter[str]) -> PoolFacts | None:
         transport=facts.transport,
         num_threads=facts.num_threads,
         device=facts.device,
+        num_spare_cores=_num_spare_cores([one for one in cluster if one.host == facts.host]),
     )
+
+
+def _num_spare_cores(neighbours: Sequence[WorkerFacts]) -> int | None:
+    """Of one host: those that no thread of its workers is meant for. None is not known."""
+    num_cores = max(one.num_cores for one in neighbours)
+    num_threads = sum(one.num_threads for one in neighbours)
+    return max(0, num_cores - num_threads) if num_cores else None
 
 
 def _of_pool(role: Role, pools: dict[Role, list[WorkerVerdict]]) -> ClusterVerdict:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import types
 import typing
 from collections.abc import Callable
@@ -31,6 +30,8 @@ MAX_STRING_BYTES = 1 << 20
 
 # Every integer of the protocol is a count, an id or an index, but for these.
 _COUNT_RANGE = (0, 2**63 - 1)
+# Far beyond any duration or rate; sums of a few of them are finite.
+_MOST_FLOAT = 1e18
 _RANGES = {"checksum": (0, 2**64 - 1), "exit_code": (-(2**31), 2**31 - 1)}
 
 M = TypeVar("M")
@@ -245,8 +246,6 @@ def _check_bool(value: Any) -> Any:
 
 def _check_float(value: Any) -> Any:
     """A whole number may stand for a float, as it may in Python."""
-    if type(value) is int:
-        return float(value)
-    if type(value) is not float or not math.isfinite(value):
+    if type(value) not in (int, float) or not abs(value) <= _MOST_FLOAT:
         raise _Wrong(": finite number expected")
-    return value
+    return float(value)

@@ -17,6 +17,7 @@ from splitserve.request import TokenRow as TokenRow
 from splitserve.wire.parts import Begun as Begun
 from splitserve.wire.parts import HandoffTimes as HandoffTimes
 from splitserve.wire.parts import Held as Held
+from splitserve.wire.parts import KernelEvent as KernelEvent
 from splitserve.wire.parts import Launched as Launched
 from splitserve.wire.parts import ObservedWindow as ObservedWindow
 from splitserve.wire.parts import Region as Region
@@ -114,10 +115,14 @@ class PeerGone:
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """Tell every step and window for so long. Answered by Observed, now and then."""
+    """Tell every step and window for so long; 0 ends it. Answered by Observed, now and then.
+
+    Of the next `num_kernel_steps` steps it tells every operation, which makes those slower.
+    """
 
     epoch: str
     duration_s: float
+    num_kernel_steps: int = 0
 
 
 # -- to the coordinator (control channel) ------------------------------------------------------
@@ -192,7 +197,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Steps and windows of a worker since its last one, as long as it is observed.
+    """Steps, windows and operations of a worker since its last one, as long as it is observed.
 
     A row has the columns of splitserve.profiling.step_log.STEP; for `ended_at` stands how long ago
     that was, seconds.
@@ -202,7 +207,8 @@ class Observed:
     epoch: str
     rows: tuple[tuple[float, ...], ...]
     windows: tuple[ObservedWindow, ...]
-    num_lost: int  # rows that were overwritten before they could be told
+    num_lost: int  # rows that were overwritten, operations that there was no room for
+    kernels: tuple[KernelEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class WorkerFacts:
     ceilings: Ceilings | None = None
     weight_bytes: int = 0  # of the matrices a decode step reads
     transport: str = "tcp"
+    num_cores: int = 0  # of its host, for all processes together; 0 is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,15 @@ class ObservedWindow:
 
     age_s: float
     evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEvent:
+    """One operation of a watched step: how long ago it began, and what it took."""
+
+    name: str
+    age_s: float
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True)

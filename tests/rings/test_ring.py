@@ -191,3 +191,20 @@ def test_drain_finishes_what_is_there_and_takes_nothing_new(ring: Ring) -> None:
     ring.wait_for_tokens("a", 300)
     assert ring.tokens("a") == answer(prompt_of(1, 5), 1, 300)
     assert "draining" in ring.coordinator.of(m.Failed)[0].reason
+
+
+def test_observed_workers_tell_the_kernels_of_their_next_steps(ring: Ring) -> None:
+    ring.start_decode()
+    ring.start_prefill()
+    for name in ("prefill", "decode"):
+        ring.wait_for(lambda: name in ring.coordinator.hellos, name)  # noqa: B023
+        ring.coordinator.send(name, m.Observe(ring.coordinator.epoch, 60.0, 3))
+    ring.ask("a", prompt_of(1, 90))  # three chunks
+    ring.expect_answer("a", prompt_of(1, 90))
+
+    def num_told(name: str) -> int:
+        said = [one for one in ring.coordinator.of(m.Observed) if one.worker_id == name]
+        return sum(len(one.kernels) for one in said)
+
+    for name in ("prefill", "decode"):
+        ring.wait_for(lambda: num_told(name) == 3, f"kernels of {name}")  # noqa: B023

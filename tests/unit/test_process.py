@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.process import available_cores, describe_exit, on_signals, python_executable
+from splitserve.process import (
+    available_cores,
+    describe_exit,
+    num_usable_cores,
+    on_signals,
+    python_executable,
+)
 from tests.unit.launch.fakes import is_running
 from tests.waiting import wait_until
 
@@ -103,3 +109,12 @@ def test_a_process_may_open_as_many_files_as_its_hard_limit_says() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
     )
     assert done.stdout == "True\n", done.stderr
+
+
+def test_usable_cores_are_no_more_than_those_there_are() -> None:
+    assert 1 <= num_usable_cores() <= len(available_cores())
+    one_of_them = (
+        "import os; from splitserve.process import *; pin_to_cores([available_cores()[0]])"
+    )
+    done = run_python(f"{one_of_them}; print(num_usable_cores())")
+    assert done.stdout == "1\n"

@@ -31,6 +31,7 @@ PARTS = (
     Ceilings,
     Evidence,
     m.ObservedWindow,
+    m.KernelEvent,
     m.Region,
     m.HandoffTimes,
     m.Begun,

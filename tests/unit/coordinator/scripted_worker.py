@@ -34,6 +34,7 @@ def facts(fingerprint: Fingerprint, **changes: int) -> m.WorkerFacts:
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,
         "max_model_len": 512,
+        "num_cores": 16,
         **changes,
     }
     return m.WorkerFacts(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import pytest
 
 from coordinator.events import Finish
-from coordinator.measuring import MAX_LATE, Measuring
+from coordinator.measuring import LATE_S, Measuring
 from coordinator.profiles import Profiles
 from coordinator.tickets import Call, Ticket
 from splitserve.cluster_metrics import ClusterSample
@@ -72,9 +73,18 @@ def test_a_hand_off_that_is_told_of_late_is_counted_then() -> None:
 
 def test_one_that_is_never_told_of_is_not_kept_for_ever() -> None:
     one = Measured()
-    for number in range(MAX_LATE + 3):
-        one.finish(str(number))
-    assert one.counts(HANDOFF) == [3, 0, 0], "the gap is known, its parts are not"
+    one.finish("r")
+    one.measuring.turned(time.monotonic())
+    assert one.counts(HANDOFF) == [0, 0, 0]
+    one.measuring.turned(time.monotonic() + LATE_S)
+    assert one.counts(HANDOFF) == [1, 0, 0], "the gap is known, its parts are not"
+
+
+def test_another_attempt_says_nothing_of_this_one() -> None:
+    one = Measured()
+    one.finish("r")
+    one.measuring.heard(m.HandedOver("r", 7, "epoch", 1000, TIMES))
+    assert one.counts(HANDOFF) == [0, 0, 0]
 
 
 def test_the_log_has_a_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:

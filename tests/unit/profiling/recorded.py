@@ -18,6 +18,7 @@ KV_TOKEN_BYTES = 23_040
 FLOPS_PER_TOKEN = 269_000_000
 BYTES_PER_S = 27e9
 FLOPS_PER_S = 217e9
+NUM_CORES = 4
 NUM_BLOCKS = 12288
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 512
@@ -74,6 +75,7 @@ def lines(load: Load, prefix: str = "") -> Iterator[Line]:
         told += _Worker(worker_id, role, load, rng).life(0.0, until)
     if load.joins_at is not None:
         late = _Worker(f"{prefix}decode-9-{rng.getrandbits(32):08x}", "decode", load, rng)
+        told.append((load.joins_at, {"type": "worker", **facts(late.worker_id, "decode")}))
         told += late.life(load.joins_at, load.duration_s)
     told += _requests(load, ids, roles, rng)
     for _, line in sorted(told, key=lambda pair: pair[0]):
@@ -98,6 +100,7 @@ def facts(worker_id: str, role: str) -> Line:
         "role": role,
         "host": "node-a",
         "device": "cpu",
+        "num_cores": NUM_CORES,
         "num_threads": 1,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
@@ -106,6 +109,7 @@ def facts(worker_id: str, role: str) -> Line:
         "flops_per_s": FLOPS_PER_S,
         "weight_bytes": WEIGHT_BYTES,
         "kv_token_bytes": KV_TOKEN_BYTES,
+        "dtype_bytes": 2,
         "transport": "tcp",
     }
 
@@ -114,7 +118,7 @@ class _Worker:
     """Owns one worker's made-up loop: its clock, its rows, its open window."""
 
     def __init__(self, worker_id: str, role: str, load: Load, rng: random.Random) -> None:
-        self._id, self._role, self._load, self._rng = worker_id, role, load, rng
+        self.worker_id, self._role, self._load, self._rng = worker_id, role, load, rng
         self._told: list[tuple[float, Line]] = []
         self._window: dict[str, float] = {}
         self._num_windows = 0
@@ -137,7 +141,7 @@ class _Worker:
         return self._told
 
     def _tell(self, told_at: float, kind: str, **said: Any) -> None:
-        self._told.append((told_at, {"type": kind, "worker_id": self._id, **said}))
+        self._told.append((told_at, {"type": kind, "worker_id": self.worker_id, **said}))
 
     def _step(self, now: float) -> dict[str, Any]:
         prefills = self._role == "prefill"

@@ -150,7 +150,7 @@ def test_every_window_can_be_explained_in_one_line(evidence: Evidence) -> None:
         (
             HALF_EMPTY,
             "batching: batches fill 10 % of their slots, in 100 % of forward time because no other"
-            " request waits; full ones would do 6.0 times the work per second",
+            " request is here; full ones would do 6.0 times the work per second",
         ),
         (
             {"window_s": 2.0, "kv_wait_s": 1.0},
@@ -176,7 +176,7 @@ def test_every_window_can_be_explained_in_one_line(evidence: Evidence) -> None:
         ),
         (
             {"window_s": 4.0, "wait_s": 3.0},
-            "idle: 75 % of the time nothing is there to compute",
+            "idle: 75 % of the time there is nothing that it could compute",
         ),
     ],
 )

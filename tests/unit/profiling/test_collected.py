@@ -76,8 +76,19 @@ def test_workers_that_leave_and_join_midway() -> None:
     left, joined = workers[3], workers[4]
     assert 3.0 < left.windows[-1].at < 5.0
     assert joined.windows[0].at > 5.0
-    assert joined.facts.role == "decode"
-    assert joined.facts.bytes_per_s == 0.0
+    assert joined.facts.worker_id not in {
+        w.facts.worker_id for w in profile_of(DECODE_BOUND).workers
+    }
+    assert dataclasses.replace(joined.facts, worker_id="") == dataclasses.replace(
+        workers[2].facts, worker_id=""
+    )
+
+
+def test_a_worker_that_nobody_introduced_has_a_role_and_no_roofs() -> None:
+    collector = Collector()
+    collector.feed(encoded(START, {**window(), "worker_id": "prefill-7-ff"}))
+    stranger = collector.profile().workers[1].facts
+    assert (stranger.role, stranger.bytes_per_s, stranger.num_cores) == ("prefill", 0.0, 0)
 
 
 def test_unknown_lines_and_fields_are_ignored_and_bad_ones_counted() -> None:

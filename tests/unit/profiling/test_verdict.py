@@ -81,6 +81,31 @@ def test_a_worker_has_the_class_of_most_of_its_windows_and_their_evidence() -> N
     assert verdict.evidence.schedule_s < 1.0 < verdict.overall.schedule_s
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "hosts", "needs_machine"),
+    [
+        (3, ("a", "a"), False),
+        (2, ("a", "a"), True),
+        (2, ("a", "b"), False),  # each has one to spare
+        (1, ("a", "b"), True),
+        (0, ("a", "a"), False),  # not known
+    ],
+)
+def test_spare_cores_are_those_of_the_workers_own_host(
+    num_cores: int, hosts: tuple[str, str], needs_machine: bool
+) -> None:
+    profile = profile_of(PREFILL_BOUND)
+    workers = tuple(
+        dataclasses.replace(
+            worker, facts=dataclasses.replace(worker.facts, host=host, num_cores=num_cores)
+        )
+        for worker, host in zip(profile.workers, hosts, strict=True)
+    )
+    prefill, _ = worker_verdicts(dataclasses.replace(profile, workers=workers))
+    assert prefill.remedies[0].title == "more prefill workers: 1 to 2"
+    assert ("another machine is needed" in prefill.remedies[0].arithmetic) == needs_machine
+
+
 def test_presence_is_not_saturation() -> None:
     prefill, decode = worker_verdicts(profile_of(PREFILL_BOUND))
     assert utilisation(prefill.evidence) > 0.95

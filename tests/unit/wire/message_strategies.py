@@ -47,7 +47,7 @@ def _strategy(hint: Any, name: str) -> st.SearchStrategy[Any]:
     scalars: dict[Any, st.SearchStrategy[Any]] = {
         int: _INTS.get(name, st.integers(0, 2**63 - 1)),
         str: st.text(max_size=12),
-        float: st.floats(allow_nan=False, allow_infinity=False),
+        float: st.floats(-1e18, 1e18),
         bool: st.booleans(),
     }
     return scalars[hint]
