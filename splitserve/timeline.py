@@ -6,8 +6,8 @@
     first token ─► KV granted ─► committed ─► first step ─► second token
        └ grant_wait_s ┘ └ transfer_s ┘ └ decode_wait_s ┘ └ first_step_s ┘   = handoff_gap_s
 
-Each part is measured by the process in which it passes; only durations travel. The way of a message
-from one to another is in no part: in the first sum it counts as delivery, in the second the ways of
+Each part is measured by the process in which it passes, and only durations travel; delivery is what
+is left of the coordinator's own time, the ways of messages included. In the second sum the ways of
 the two tokens cancel out, but for a difference.
 """
 

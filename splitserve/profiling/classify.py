@@ -23,12 +23,14 @@ IDLE_GAPS = 0.5
 HOST_SHARE = 0.3
 # Filling the batch is the cheapest remedy there is, but under 1.5 times the roofs are near anyway.
 FULL_BATCH_GAIN = 1.5
-# The roofs are of one long copy and one large matmul. Arithmetic in a forward pass that takes at
-# most twice its floor has no big kernel left to mend. Decode gathers KV from scattered blocks, and
-# there a core alone has reached a third to a half of what it copies in one stream: what moves a
-# quarter is bound by moving, and what moves less has something else in its way.
-NEAR_COMPUTE_ROOF = 0.5
-NEAR_MEMORY_ROOF = 0.25
+# The roofs are of one long copy and one large matmul. A forward pass that takes at most twice its
+# floor has no big kernel left to mend.
+NEAR_ROOF = 0.5
+# Decode gathers KV from scattered blocks, and there a core alone has reached a third to a half of
+# what it copies in one stream. So where bytes clearly outweigh FLOPs, who moves a quarter is bound
+# by moving; who moves less has something else in its way.
+NEAR_IN_PIECES = 0.25
+CLEARLY = 2.0
 
 WHY_NOT_MORE: dict[SlotLimit, str] = {
     "cap": "the batch is full",
@@ -133,9 +135,10 @@ def _by_batch(evidence: Evidence) -> Bottleneck | None:
 
 
 def _by_roofs(evidence: Evidence) -> Bottleneck:
-    roof = nearer_roof(evidence)
-    near = NEAR_MEMORY_ROOF if roof == "memory" else NEAR_COMPUTE_ROOF
-    return roof if evidence.efficiency >= near else "kernels"
+    if evidence.efficiency >= NEAR_ROOF:
+        return nearer_roof(evidence)
+    moves_clearly = evidence.memory_floor_s >= CLEARLY * evidence.compute_floor_s
+    return "memory" if moves_clearly and evidence.efficiency >= NEAR_IN_PIECES else "kernels"
 
 
 def _about_the_batch(evidence: Evidence) -> str:

@@ -52,6 +52,12 @@ def test_each_class_has_its_evidence(changes: dict[str, Any], bottleneck: Bottle
             "batching",
         ),
         ({"floor_s": 0.225}, {"floor_s": 0.2249}, "memory"),
+        # under half of a roof, bytes must outweigh FLOPs twice over
+        (
+            {"memory_floor_s": 0.4, "compute_floor_s": 0.2, "floor_s": 0.4},
+            {"memory_floor_s": 0.4, "compute_floor_s": 0.21, "floor_s": 0.41},
+            "memory",
+        ),
         (
             {"floor_s": 0.45, "memory_floor_s": 0.1, "compute_floor_s": 0.45},
             {"floor_s": 0.449, "memory_floor_s": 0.1, "compute_floor_s": 0.449},
