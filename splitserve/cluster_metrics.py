@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from splitserve.profiling.classify import share
 from splitserve.profiling.evidence import BOTTLENECKS, PHASES, Evidence
 from splitserve.wire.messages import WorkerStats
 
@@ -96,7 +97,7 @@ class ClusterCollector(Collector):
             "worker_time_share",
             "Share of the worker's time that went into a phase of its loop, 0 to 1.",
             [
-                ((*worker, phase), _share(getattr(evidence, f"{phase}_s"), evidence.window_s))
+                ((*worker, phase), share(getattr(evidence, f"{phase}_s"), evidence.window_s))
                 for worker, evidence in known
                 for phase in PHASES
             ],
@@ -106,14 +107,14 @@ class ClusterCollector(Collector):
             "worker_roof_share",
             "Achieved over peak while the model ran: memory bandwidth and FLOP/s, 0 to 1.",
             [
-                ((*worker, roof), _share(floor_s, evidence.forward_s))
+                ((*worker, roof), share(floor_s, evidence.forward_s))
                 for worker, evidence in known
                 for roof, floor_s in _floors(evidence)
             ],
             "roof",
         )
         occupancy = [
-            (worker, _share(evidence.num_slots_used, evidence.num_slots_allowed))
+            (worker, share(evidence.num_slots_used, evidence.num_slots_allowed))
             for worker, evidence in known
         ]
         text = "Share of the batch's slots that steps used, 0 to 1."
@@ -155,7 +156,3 @@ def _usage(stats: WorkerStats) -> float:
 
 def _floors(evidence: Evidence) -> tuple[tuple[str, float], ...]:
     return ("memory", evidence.memory_floor_s), ("compute", evidence.compute_floor_s)
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

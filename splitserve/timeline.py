@@ -159,7 +159,11 @@ class Timeline:
 
     @property
     def e2e_s(self) -> float | None:
-        return _between(self.arrived_at, self.finished_at)
+        """Until the last token was there, or out, where that was the first one."""
+        end = self.finished_at
+        if end is not None and self.first_sent_at is not None:
+            end = max(end, self.first_sent_at)
+        return _between(self.arrived_at, end)
 
     def report(self) -> dict[str, Any]:
         """As `return_timing` shows it; null for what did not happen or is not known."""

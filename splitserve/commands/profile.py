@@ -27,7 +27,9 @@ def profile(
     duration: float = typer.Option(30.0, min=1, max=600, help="Seconds to watch."),
     html: Path | None = typer.Option(None, help="Write a report with plots there."),
     trace: Path | None = typer.Option(None, help="Write a trace for ui.perfetto.dev there."),
-    kernels: int = typer.Option(0, min=0, max=20, help="Steps whose operations the trace shows."),
+    kernels: int = typer.Option(
+        0, min=0, max=20, help="Of so many steps --trace shows the operations."
+    ),
 ) -> None:
     """Show what binds each worker of a running cluster, and what to do first.
 
@@ -42,6 +44,8 @@ def profile(
             raise ConfigError(f"there is no folder {path.absolute().parent} to write {path} to")
     if html is not None:
         require_plots()
+    if kernels and trace is None:
+        raise ConfigError("--kernels is shown in a trace only: add --trace FILE")
     collector = Collector()
     failure = _collect(collector, address_of(base_url, api_key), duration, kernels)
     if failure is not None and not collector.has_started:

@@ -49,19 +49,16 @@ def explain(evidence: Evidence) -> str:
     """One line about `evidence.bottleneck`: the numbers that decided."""
     match evidence.bottleneck:
         case "idle":
-            waiting = _percent(waiting_share(evidence))
+            waiting = percent(waiting_share(evidence))
             text = f"{waiting} of the time there is nothing that it could compute"
         case "transfer" if kv_gap_share(evidence) >= TRANSFER_GAPS:
-            text = f"{_percent(kv_gap_share(evidence))} of the time is a wait for KV on its way"
+            text = f"{percent(kv_gap_share(evidence))} of the time is a wait for KV on its way"
         case "transfer" | "batching":
             text = _about_the_batch(evidence)
         case "host":
             text = _about_the_host(evidence)
         case "kernels":
-            text = (
-                f"forward passes reach {_percent(evidence.efficiency)} of what the machine can do,"
-                f" with all the batch there is to have; the nearer roof is {nearer_roof(evidence)}"
-            )
+            text = _about_the_kernels(evidence)
         case "memory" | "compute":
             text = _about_the_roofs(evidence)
     return f"{evidence.bottleneck}: {text}"
@@ -144,8 +141,8 @@ def _by_roofs(evidence: Evidence) -> Bottleneck:
 def _about_the_batch(evidence: Evidence) -> str:
     limit = slot_limit(evidence)
     return (
-        f"batches fill {_percent(share(evidence.num_slots_used, evidence.num_slots_allowed))} of"
-        f" their slots, in {_percent(share(limit_s(evidence, limit), evidence.forward_s))} of"
+        f"batches fill {percent(share(evidence.num_slots_used, evidence.num_slots_allowed))} of"
+        f" their slots, in {percent(share(limit_s(evidence, limit), evidence.forward_s))} of"
         f" forward time because {WHY_NOT_MORE[limit]};"
         f" full ones would do {evidence.full_batch_gain:.1f} times the work per second"
     )
@@ -154,8 +151,19 @@ def _about_the_batch(evidence: Evidence) -> str:
 def _about_the_host(evidence: Evidence) -> str:
     phase, seconds = largest_host_phase(evidence)
     return (
-        f"{_percent(host_share(evidence))} of busy time is Python around forward passes,"
-        f" most of it {phase} ({_percent(share(seconds, evidence.busy_s))})"
+        f"{percent(host_share(evidence))} of busy time is Python around forward passes,"
+        f" most of it {phase} ({percent(share(seconds, evidence.busy_s))})"
+    )
+
+
+def _about_the_kernels(evidence: Evidence) -> str:
+    gain = evidence.full_batch_gain
+    batch = "with full batches"
+    if gain >= 1.05:
+        batch = f"and full batches would do only {gain:.1f} times the work per second"
+    return (
+        f"forward passes reach {percent(evidence.efficiency)} of what the machine can do, {batch};"
+        f" the nearer roof is {nearer_roof(evidence)}"
     )
 
 
@@ -164,14 +172,15 @@ def _about_the_roofs(evidence: Evidence) -> str:
     compute = share(evidence.compute_floor_s, evidence.forward_s)
     if evidence.bottleneck == "memory":
         return (
-            f"moving the bytes takes at least {_percent(memory)} of forward time,"
-            f" the FLOPs {_percent(compute)}"
+            f"moving the bytes takes at least {percent(memory)} of forward time,"
+            f" the FLOPs {percent(compute)}"
         )
     return (
-        f"the FLOPs take at least {_percent(compute)} of forward time,"
-        f" moving the bytes {_percent(memory)}"
+        f"the FLOPs take at least {percent(compute)} of forward time,"
+        f" moving the bytes {percent(memory)}"
     )
 
 
-def _percent(part: float) -> str:
+def percent(part: float) -> str:
+    """A share of 1, as people read it."""
     return f"{100 * part:.0f} %"

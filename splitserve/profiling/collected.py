@@ -146,7 +146,7 @@ class Collector:
     def _take_start(self, message: dict[str, Any]) -> None:
         for said in message["workers"]:
             self._take_worker(said)
-        dict(message.get("target") or {})
+        dict(message.get("target") or {})  # raises for what `profile` could not read
         self._start = message
         self.has_started = True
 

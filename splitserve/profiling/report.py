@@ -12,14 +12,13 @@ import numpy as np
 from splitserve.config import ROLES
 from splitserve.errors import ConfigError
 from splitserve.profiling import plots
-from splitserve.profiling.classify import nearer_roof
+from splitserve.profiling.classify import nearer_roof, percent
 from splitserve.profiling.collected import Profile
 from splitserve.profiling.table import notes, title
 from splitserve.profiling.verdict import (
     MEANINGS,
     ClusterVerdict,
     WorkerVerdict,
-    percent,
     remedy_text,
     saturation,
     shares_text,
@@ -54,9 +53,9 @@ _PLOTS = (
     _Plot(
         "roofline",
         "Roofline: how near to what the machine can do",
-        "A faint dot is a window, a large one the worker's mean. The roof above a dot is what binds"
-        " it; the distance to the roof is what better kernels could win, the way to the right what"
-        " wider batches could.",
+        "A faint dot is a window (a second or more), a large one the worker's mean. The roof above"
+        " a dot is what binds it; the distance to the roof is what better kernels could win, the"
+        " way to the right what wider batches could.",
         plots.roofline,
         4.4,
     ),
@@ -71,7 +70,8 @@ _PLOTS = (
         "occupancy",
         "How full the batches were",
         "Slots are sequences on decode workers and tokens on prefill workers. A line far below"
-        " 100 % on a busy worker: a step could carry more at nearly the same price.",
+        " 100 % on a busy worker: there is room for more. Whether more is cheap, the roofline says:"
+        " on its slope nearly free, near its corner not.",
         plots.occupancy,
         3.2,
     ),
@@ -161,4 +161,4 @@ def _tiles(profile: Profile) -> list[tuple[str, str]]:
         values = [r.seconds[key] for r in profile.requests if key in r.seconds]
         if values:
             tiles.append((name, f"{1e3 * float(np.median(values)):.0f} ms"))
-    return [("requests finished", str(len(profile.requests))), *tiles] if tiles else []
+    return [("finished (medians of these)", str(len(profile.requests))), *tiles] if tiles else []

@@ -15,6 +15,7 @@ from splitserve.profiling.classify import (
     explain,
     kv_gap_share,
     nearer_roof,
+    percent,
     share,
     slot_limit,
     waiting_share,
@@ -26,13 +27,17 @@ from splitserve.profiling.remedies import PoolFacts, Remedy, merge, remedies
 
 # Two pools whose busy shares differ by less are as good as equally loaded.
 _CLOSE = 0.15
+# The last chunk of a prompt seldom fits exactly.
+_AS_GOOD_AS_FULL = 0.9
 
 MEANINGS: dict[Bottleneck, str] = {
-    "compute": "batches are full and the arithmetic runs near the machine's peak",
-    "memory": "moving weights and KV runs near the memory's bandwidth",
-    "kernels": "batches are full, yet forward passes stay far from both roofs",
+    "compute": "the arithmetic runs at half of the machine's peak or more, and fuller batches would"
+    " gain little",
+    "memory": "moving weights and KV takes longer than the arithmetic, and is the first limit that"
+    " steps would meet",
+    "kernels": "forward passes stay far from both roofs, and fuller batches would gain little",
     "host": "Python around the forward passes takes too much of the time",
-    "batching": "a step could take more requests along at nearly the same price",
+    "batching": "a step has room for more requests, which would cost less than those it has",
     "transfer": "the worker waits for KV that is on its way",
     "idle": "most of the time there is nothing to compute",
 }
@@ -81,10 +86,6 @@ class ClusterVerdict:
         return f"First: {remedy_text(self.first)}." if self.first else ""
 
 
-def percent(part: float) -> str:
-    return f"{100 * part:.0f} %"
-
-
 def utilisation(evidence: Evidence) -> float:
     """Presence: the share of time in forward passes, whatever they achieve."""
     return share(evidence.forward_s, evidence.window_s)
@@ -110,7 +111,8 @@ def shares_text(evidence: Evidence) -> str:
     if evidence.num_slots_allowed:
         text += f"; batches {percent(occupancy(evidence))} full"
         limit = slot_limit(evidence)
-        text += f": {WHY_NOT_MORE[limit]}" if limit != "cap" else ""
+        is_full = limit == "cap" or occupancy(evidence) >= _AS_GOOD_AS_FULL
+        text += "" if is_full else f": {WHY_NOT_MORE[limit]}"
     return text
 
 
@@ -123,8 +125,8 @@ def presence_text(evidence: Evidence) -> str:
 
 
 def remedy_text(remedy: Remedy) -> str:
-    """Its title, with the speedup where it promises one."""
-    gain = f" (predicted: {remedy.speedup:.1f} times the speed)" if remedy.speedup > 1.05 else ""
+    """Its title, and the speedup where it promises one: of a worker, or of the pool it makes."""
+    gain = f" (predicted: {remedy.speedup:.1f} times its tokens/s)" if remedy.speedup > 1.05 else ""
     return f"{remedy.title}{gain}"
 
 
@@ -137,11 +139,14 @@ def worker_verdicts(profile: Profile) -> tuple[WorkerVerdict, ...]:
 
 
 def cluster_verdict(workers: Sequence[WorkerVerdict]) -> ClusterVerdict:
-    """The pool that binds is the one, of those at a limit, that has the least time left."""
+    """The pool that binds is the one, of those at a limit, that has the least time left.
+
+    Of pools that are as good as equally loaded it is the one with more to win.
+    """
     pools = {role: [w for w in workers if w.facts.role == role] for role in ROLES}
     bound = [role for role in ROLES if any(w.is_bound for w in pools[role])]
     if bound:
-        return _of_pool(max(bound, key=lambda role: _loaded_share(pools[role])), pools)
+        return _of_pool(_most_bound({role: pools[role] for role in bound}), pools)
     if roomy := [w for w in workers if w.bottleneck == "batching"]:
         one = roomy[-1]
         return ClusterVerdict(
@@ -157,6 +162,17 @@ def cluster_verdict(workers: Sequence[WorkerVerdict]) -> ClusterVerdict:
         "Workers waited for requests most of the time. Profile it under load.",
         None,
     )
+
+
+def _most_bound(bound: dict[Role, list[WorkerVerdict]]) -> Role:
+    most = max(map(_loaded_share, bound.values()))
+    close = [role for role, pool in bound.items() if _loaded_share(pool) > most - _CLOSE]
+    return max(close, key=lambda role: (_most_to_win(bound[role]), _loaded_share(bound[role])))
+
+
+def _most_to_win(pool: Sequence[WorkerVerdict]) -> float:
+    firsts = [_first(worker) for worker in pool if worker.is_bound]
+    return max((first.speedup for first in firsts if first is not None), default=1.0)
 
 
 def _worker_verdict(worker: WorkerProfile, cluster: Sequence[WorkerFacts]) -> WorkerVerdict:
@@ -241,7 +257,9 @@ def _of_other_pool(role: Role, pools: dict[Role, list[WorkerVerdict]]) -> str:
     loaded = _loaded_share(pool)
     bound = [worker for worker in pool if worker.is_bound]
     if bound and loaded > _loaded_share(pools[role]) - _CLOSE:
-        then = f"it is nearly as close to its limit ({_most_common(bound)})"
+        first = _first(next(w for w in bound if w.bottleneck == _most_common(bound)))
+        after = f"; after that, there: {remedy_text(first)}" if first is not None else ""
+        then = f"it is as close to its limit ({_most_common(bound)}){after}"
     elif _most_common(pool) == "batching":
         then = "its batches have room for more"
     else:

@@ -177,8 +177,13 @@ def test_every_window_can_be_explained_in_one_line(evidence: Evidence) -> None:
         ),
         (
             {"floor_s": 0.09},
-            "kernels: forward passes reach 10 % of what the machine can do, with all the batch"
-            " there is to have; the nearer roof is memory",
+            "kernels: forward passes reach 10 % of what the machine can do, with full batches; the"
+            " nearer roof is memory",
+        ),
+        (
+            {"floor_s": 0.09, "full_batch_gain": 1.2, "cap_s": 0.0, "no_request_s": 0.9},
+            "kernels: forward passes reach 10 % of what the machine can do, and full batches would"
+            " do only 1.2 times the work per second; the nearer roof is memory",
         ),
         (
             {"window_s": 4.0, "wait_s": 3.0},

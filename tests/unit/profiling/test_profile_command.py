@@ -66,6 +66,12 @@ def test_a_profile_becomes_a_table_a_report_and_a_trace(tmp_path: Path) -> None:
     assert str(html) in done.stdout
 
 
+def test_kernels_without_a_trace_are_refused() -> None:
+    """They would slow the cluster down, and nobody would see them."""
+    done = run("http://127.0.0.1:1", "--kernels", "3")
+    assert done.returncode != 0 and "add --trace FILE" in done.stderr
+
+
 def test_kernels_are_asked_for_only_when_wanted() -> None:
     with scripted_server(sends(RECORDED)) as server:
         assert run(server.base_url).returncode == 0

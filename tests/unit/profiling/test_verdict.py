@@ -8,6 +8,7 @@ from rich.console import Console
 
 from splitserve.profiling.collected import Profile
 from splitserve.profiling.evidence import BOTTLENECKS
+from splitserve.profiling.remedies import Remedy
 from splitserve.profiling.table import profile_table
 from splitserve.profiling.verdict import (
     MEANINGS,
@@ -44,6 +45,22 @@ def test_the_pool_that_binds_is_named(load: Load, binding: str, headline: str) -
     assert verdict.binding == binding
     assert headline in verdict.headline
     assert (verdict.first is None) == (binding == "nothing")
+
+
+def test_of_pools_that_are_both_at_a_limit_it_is_the_one_with_more_to_win() -> None:
+    """Both have work all the time: how they differ in the rest of it says nothing."""
+    prefill, decode = worker_verdicts(profile_of(PREFILL_BOUND))
+    decode = dataclasses.replace(decode, bottleneck="memory", overall=prefill.overall)
+    for gains, binding in (((2.0, 1.2), "prefill"), ((1.2, 2.0), "decode")):
+        workers = [
+            dataclasses.replace(
+                worker, remedies=(Remedy("do it", gain, "", "both"),), bottleneck="memory"
+            )
+            for worker, gain in zip((prefill, decode), gains, strict=True)
+        ]
+        verdict = cluster_verdict(workers)
+        assert (verdict.binding, verdict.advice.count("2.0 times")) == (binding, 1)
+        assert "after that, there: do it (predicted: 1.2 times its tokens/s)" in verdict.why
 
 
 def test_no_worker_at_all_is_no_reason_to_fail() -> None:
