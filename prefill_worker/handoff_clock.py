@@ -27,12 +27,15 @@ class HandoffClock:
         self.last_frame_at = now
 
     def times(self, received_at: float, waited_s: float) -> m.HandoffTimes:
-        """All of it, when Received came; `waited_s` is what the decode worker counts as its own."""
+        """All of it, when Received came; `waited_s` is what the decode worker counts as its own.
+
+        That is a peer's word: whatever it says, nothing here is longer than it took.
+        """
         both_at = max(self.first_token_at, self.granted_at)
         first_frame_at = self.granted_at if self.first_frame_at is None else self.first_frame_at
         return m.HandoffTimes(
             grant_wait_s=both_at - self.first_token_at,
-            transfer_s=max(0.0, received_at - both_at - waited_s),
+            transfer_s=max(0.0, received_at - both_at - max(0.0, waited_s)),
             kv_transfer_s=received_at - self.granted_at,
             first_byte_s=first_frame_at - self.granted_at,
             last_byte_s=self.last_frame_at - self.granted_at,

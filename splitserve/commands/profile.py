@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
@@ -56,6 +60,23 @@ def profile(
         raise typer.Exit(1)
 
 
+@contextmanager
+def _remembered_interrupts() -> Iterator[list[int]]:
+    """Fills when SIGINT comes: where it strikes while an object is deleted, Python drops its
+    KeyboardInterrupt."""
+    seen: list[int] = []
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _collect(
     collector: Collector, address: Address, duration_s: float, num_kernel_steps: int
 ) -> SplitserveError | None:
@@ -68,12 +89,15 @@ def _collect(
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     try:
         with (
+            _remembered_interrupts() as interrupted,
             bar as progress,
             profile_stream(address, duration_s, num_kernel_steps) as chunks,
         ):
             task = progress.add_task("watching", total=duration_s)
             for chunk in chunks:
                 collector.feed(chunk)
+                if interrupted:
+                    raise KeyboardInterrupt
                 text = f"{collector.num_steps} steps, {collector.num_requests} requests"
                 progress.update(task, completed=collector.elapsed_s, description=text)
     except SplitserveError as error:

@@ -31,7 +31,7 @@ MAX_STRING_BYTES = 1 << 20
 # Every integer of the protocol is a count, an id or an index, but for these.
 _COUNT_RANGE = (0, 2**63 - 1)
 # Far beyond any duration or rate; sums of a few of them are finite.
-_MOST_FLOAT = 1e18
+_MOST_FLOAT = 1e30
 _RANGES = {"checksum": (0, 2**64 - 1), "exit_code": (-(2**31), 2**31 - 1)}
 
 M = TypeVar("M")

@@ -80,3 +80,14 @@ def test_a_prompt_that_ends_at_once_has_no_hand_off(unfinished: bool) -> None:
     actions = one.handoffs.prompt_finished(REQUEST.key, [ROW] if unfinished else [], 1.0)
     reports = [a.report for a in actions if isinstance(a, Finish)]
     assert reports == ([] if unfinished else [m.HandedOver(*NAMES, 0, None)])
+
+
+@pytest.mark.parametrize("seconds", [-1e18, 1e18])
+def test_nonsense_of_the_decode_worker_makes_no_time_longer_than_it_took(seconds: float) -> None:
+    """The coordinator takes no such number, nor the message it is in."""
+    one = Clocked()
+    one.grant(at=1.0, now=1.0)
+    one.first_token(drawn=2.0, sent=2.0)
+    one.send_all(3.0)
+    times = one.received(at=4.0, waited_s=seconds, unsent_s=seconds)
+    assert 0.0 <= times.transfer_s <= 2.0
