@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 class Taken(NamedTuple):
     """What a row was good for."""
 
-    deliveries: list[Deliver]
+    delivery: Deliver | None
     num_wasted: int = 0  # tokens for a choice that had ended
 
 
@@ -29,16 +29,16 @@ def take_row(leg: Leg, row: m.TokenRow, now: float) -> Taken:
     """Put a row's tokens in their place; what can be delivered now is."""
     if row.choice_id not in leg.choice_ids:
         log.warning("a row for choice %d, which nobody asked for", row.choice_id)
-        return Taken([])
+        return Taken(None)
     tracked = leg.tracked
     order = tracked.choices[row.choice_id]
     tokens, finish = order.take(row)
     if leg.all_sampled and leg.is_decoding:  # else it may hold a hand-off that ends unsaid
         del leg.phases[leg.decode_worker_id or ""]
     if row.choice_id in tracked.stopped:
-        return Taken([], len(tokens))
+        return Taken(None, len(tokens))
     if not tokens and finish is None:
-        return Taken([])
+        return Taken(None)
     tracked.delivered[row.choice_id] += [token.token_id for token in tokens]
     tracked.timeline.tokens_delivered(order.num_delivered - 1, now)
-    return Taken([Deliver(tracked.request.request_id, row.choice_id, tokens, finish)])
+    return Taken(Deliver(tracked.request.request_id, row.choice_id, tokens, finish))

@@ -65,10 +65,6 @@ class Profiles:
         self._clock = clock
         self._running: set[Profile] = set()
 
-    @property
-    def are_running(self) -> bool:
-        return bool(self._running)
-
     def check_room(self) -> None:
         """Raises OverloadedError when as many profiles run as may."""
         if len(self._running) >= MAX_PROFILES:

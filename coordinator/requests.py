@@ -267,7 +267,7 @@ class Requests:
     def _take_row(self, leg: Leg, row: m.TokenRow, now: float) -> list[Action]:
         taken = take_row(leg, row, now)
         self.num_wasted_tokens += taken.num_wasted
-        return [*taken.deliveries]
+        return [] if taken.delivery is None else [taken.delivery]
 
     def _finish_if_complete(self, tracked: Tracked, now: float) -> list[Action]:
         if not tracked.complete:

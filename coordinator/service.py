@@ -25,7 +25,7 @@ from splitserve.metrics import Metrics
 from splitserve.models import ModelFacts
 from splitserve.request import Sampling
 from splitserve.tokenizer import IncrementalDetokenizer, Tokenizer
-from splitserve.wire.messages import Choice, Observe, Observed
+from splitserve.wire.messages import Choice, Hello, Observe, Observed
 
 TOKENIZE_INLINE_CHARS = 2_000  # a longer text is tokenized off the event loop
 LOOP_STALE_S = 2.0
@@ -113,7 +113,7 @@ class Service:
             if isinstance(event, e.MessageReceived):
                 self._measuring.heard(event.message)
             self._perform(self._state.handle(event, time.monotonic()))
-            if self._profiles.are_running:
+            if isinstance(event, e.MessageReceived) and isinstance(event.message, Hello):
                 self._perform(self._profiles.newcomers(self._state.registry.alive()))
 
     def _perform(self, actions: Sequence[e.Action]) -> None:

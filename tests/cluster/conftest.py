@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster.faulty import FaultyRing, faulty
 from tests.cluster.harness import Ring, running
+from tests.cluster.shim import Shim, pass_on
 from tests.tiny_models import make_tiny_llama
 
 Wanted = tuple[str, dict[str, Any]]
@@ -122,3 +123,18 @@ def ring(shared_ring: Ring, clusters: Clusters) -> Iterator[Ring]:
     except Exception:
         clusters.is_spoilt = True  # the next file gets another one
         raise
+
+
+@pytest.fixture(scope="module")
+def shim() -> Iterator[Shim]:
+    """Between the workers of a cluster that was started with `before_start=shim.begin`."""
+    shim = Shim()
+    yield shim
+    shim.close()
+
+
+@pytest.fixture
+def calm(shim: Shim) -> Iterator[None]:
+    """For files with a shim: after each test it does nothing any more."""
+    yield
+    shim.rule = pass_on

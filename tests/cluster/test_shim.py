@@ -19,19 +19,12 @@ from tests.cluster.faulty import FaultyRing, tiny_faulty
 from tests.cluster.harness import Body
 from tests.cluster.shim import Parts, Shim, pass_on
 
-pytestmark = pytest.mark.breaking
+pytestmark = [pytest.mark.breaking, pytest.mark.usefixtures("calm")]
 
 STALL_S = 1.0
 NUM_REQUESTS = 4
 FLAGS = {"prefill": 1, "decode": 1, "stall_timeout_s": STALL_S}
 Moves = Sequence[tuple[float, Parts]]
-
-
-@pytest.fixture(scope="module")
-def shim() -> Iterator[Shim]:
-    shim = Shim()
-    yield shim
-    shim.close()
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +36,6 @@ def shared_ring(shim: Shim) -> Iterator[FaultyRing]:
 @pytest.fixture(scope="module")
 def right(shared_ring: FaultyRing) -> list[tuple[int, ...]]:
     return [ask(shared_ring.base_url, body).token_ids for body in bodies()]
-
-
-@pytest.fixture(autouse=True)
-def calm(shim: Shim) -> Iterator[None]:
-    yield
-    shim.rule = pass_on
 
 
 def bodies() -> list[Body]:

@@ -19,11 +19,11 @@ from splitserve.wire import messages as m
 from tests.cluster.clients import Abortable, plain, prompt
 from tests.cluster.faulty import FaultyRing, tiny_faulty
 from tests.cluster.harness import show
-from tests.cluster.shim import Parts, Shim, pass_on
+from tests.cluster.shim import Parts, Shim
 from tests.cluster.timed import FIRST_TOKEN, HANDOFF, Timed, ask_timed
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.breaking
+pytestmark = [pytest.mark.breaking, pytest.mark.usefixtures("calm")]
 
 SLOW_S = 1.0
 NUM_REQUESTS = 500
@@ -34,22 +34,9 @@ STEP_S = 0.05
 
 
 @pytest.fixture(scope="module")
-def shim() -> Iterator[Shim]:
-    shim = Shim()
-    yield shim
-    shim.close()
-
-
-@pytest.fixture(scope="module")
 def shared_ring(shim: Shim) -> Iterator[FaultyRing]:
     with tiny_faulty(before_start=shim.begin, prefill=1, decode=1) as ring:
         yield ring
-
-
-@pytest.fixture(autouse=True)
-def calm(shim: Shim) -> Iterator[None]:
-    yield
-    shim.rule = pass_on
 
 
 def slow_commits(message: m.Message, parts: Parts) -> Sequence[tuple[float, Parts]]:
