@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 # What torch.profiler.profile is made of. That one imports torch._inductor at its first start, which
@@ -37,12 +37,14 @@ class KernelTrace:
         self._num_steps, self._room = num_steps, MAX_OPERATIONS
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """The block is a step. It goes on whatever happens to the profiler: that is a warning, and
-        the end of watching."""
+    def step(self) -> Iterator[bool]:
+        """The block is a step, and is told whether it is watched.
+
+        It goes on whatever happens to the profiler: that is a warning, and the end of watching.
+        """
         profiler = self._started() if self._num_steps else None
         try:
-            yield
+            yield profiler is not None
         finally:
             if profiler is not None:
                 self._stop(profiler)
@@ -76,12 +78,19 @@ class KernelTrace:
         events = profiler.kineto_results.events()
         ahead_ns = time.time_ns() - time.monotonic_ns()  # they are stamped with the wall clock
         kept = events[: self._room]
-        self._operations += [
+        self.add(
             Operation(e.name(), (e.start_ns() - ahead_ns) / 1e9, e.duration_ns() / 1e9)
             for e in kept
-        ]
-        self._room -= len(kept)
+        )
         self._num_left_out += len(events) - len(kept)
+
+    def add(self, operations: Iterable[Operation]) -> None:
+        """What the profiler can't see of the watched step; as much of it as there is room for."""
+        seen = list(operations)
+        kept = seen[: self._room]
+        self._operations += kept
+        self._room -= len(kept)
+        self._num_left_out += len(seen) - len(kept)
 
     def _give_up(self, error: Exception) -> None:
         self._num_steps = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from splitserve.config import EngineConfig
 from splitserve.engine.attention import make_attention
 from splitserve.engine.attention.base import AttentionShape
-from splitserve.engine.batch import Chunk, SampleRow, build_batch
+from splitserve.engine.batch import Batch, Chunk, SampleRow, build_batch
+from splitserve.engine.cpu.decoder import CpuDecoder
 from splitserve.engine.kernel_trace import KernelTrace
 from splitserve.engine.kv_cache import DTYPES, KVCache
 from splitserve.engine.models.config import ModelConfig, read_config
-from splitserve.engine.models.decoder import Decoder, load_decoder
+from splitserve.engine.models.decoder import load_decoder
 from splitserve.engine.models.rope import Rope
 from splitserve.engine.resolve import layout_of, resolve
 from splitserve.engine.sampler import sample
@@ -27,11 +28,14 @@ from splitserve.work import Operation, StepSpent
 _WARM_UP_TOKENS = 64
 
 
+Forward = Callable[[Batch, Tensor], Tensor]
+
+
 class ModelRunner:
     """Owns the weights and the KV cache. One thread steps it at a time."""
 
     def __init__(
-        self, config: EngineConfig, model: ModelConfig, decoder: Decoder, kv_cache: KVCache
+        self, config: EngineConfig, model: ModelConfig, decoder: Forward, kv_cache: KVCache
     ) -> None:
         self.config = config  # resolved: nothing in it is open
         self.kv_cache = kv_cache
@@ -57,14 +61,9 @@ class ModelRunner:
         resolved = resolve(config, model, rope_config)
         assert resolved.num_threads and resolved.num_blocks and resolved.max_model_len
         torch.set_num_threads(resolved.num_threads)
-        dtype = DTYPES[resolved.dtype]
-        shape = AttentionShape(
-            model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5
-        )
-        attention = make_attention(resolved.attention_backend, shape, dtype)
         rope = Rope(rope_config, model.head_dim, resolved.max_model_len)
         with torch.inference_mode():
-            decoder = load_decoder(directory, model, rope, attention, dtype)
+            decoder = _load_decoder(resolved, model, rope)
         cache = KVCache(layout_of(resolved, model), resolved.num_blocks)
         return cls(resolved, model, decoder, cache)
 
@@ -85,8 +84,10 @@ class ModelRunner:
 
     def step(self, chunks: Sequence[Chunk]) -> list[tuple[SampledToken, ...]]:
         """Compute every chunk, at least one. One tuple each: a token for each of its samples."""
-        with self._trace.step():
+        with self._trace.step() as watched:
             logits = self.logits(chunks)
+            if watched and isinstance(self._decoder, CpuDecoder):
+                self._trace.add(self._decoder.operations())
             rows = [row for chunk in chunks for row in chunk.samples]
             with self._meter.during("sample"), torch.inference_mode():
                 tokens = iter(sample(logits, rows) if rows else [])
@@ -138,3 +139,17 @@ class ModelRunner:
         self.step([Chunk(history, num_tokens - 1, num_tokens, blocks, (row,)), prefill])
         self.kv_cache.tensor[:, :, : len(blocks)] = 0
         self.take_spent()  # it was no step of anybody's
+
+
+def _load_decoder(config: EngineConfig, model: ModelConfig, rope: Rope) -> Forward:
+    """The compiled decoder where there is one for this CPU and dtype; else the one of torch."""
+    directory, dtype = Path(config.model), DTYPES[config.dtype]
+    if config.attention_backend == "cpu" and dtype == torch.bfloat16:
+        compiled = CpuDecoder.load(directory, model, rope)
+        if compiled is not None:
+            return compiled
+    shape = AttentionShape(
+        model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5
+    )
+    attention = make_attention(config.attention_backend, shape, dtype)
+    return load_decoder(directory, model, rope, attention, dtype)

@@ -14,7 +14,7 @@ from splitserve.config import user_cache_dir
 
 logger = logging.getLogger(__name__)
 
-_COMMAND = ("c++", "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_COMMAND = ("c++", "-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120.0
 
 
@@ -43,10 +43,11 @@ def load_library(source: Path) -> ctypes.CDLL | None:
 def library_path(source: Path) -> Path:
     """Where the library of a source is kept: splitserve/native under XDG_CACHE_HOME or ~/.cache.
 
-    By the hash of the source, the command and the CPU's abilities: another CPU that shares the
-    cache builds its own.
+    By the hash of the source and the headers beside it, the command and the CPU's abilities:
+    another CPU that shares the cache builds its own.
     """
-    parts = (source.read_text(), " ".join(_COMMAND), platform.machine(), _cpu_flags())
+    texts = (path.read_text() for path in (source, *sorted(source.parent.glob("*.h"))))
+    parts = (*texts, " ".join(_COMMAND), platform.machine(), _cpu_flags())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     return user_cache_dir() / "native" / f"{source.stem}-{name}.so"
 

@@ -40,6 +40,11 @@ class Rope:
         self._sine = torch.cat((-sine, sine), -1)[:, None]
         self._half = head_dim // 2
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [max_model_len, head_dim]; of the first half, minus the sine."""
+        return self._cosine[:, 0], self._sine[:, 0]
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """What `rotate` needs for tokens at these positions, [num_tokens]."""
         return self._cosine.index_select(0, positions), self._sine.index_select(0, positions)

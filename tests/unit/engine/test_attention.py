@@ -193,5 +193,5 @@ def test_writing_puts_tokens_in_their_places() -> None:
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"'triton'.*cpu, reference"):
-        make_attention("triton", SMALL, torch.float32)
+    with pytest.raises(ConfigError, match=r"'flash'.*cpu, reference"):
+        make_attention("flash", SMALL, torch.float32)

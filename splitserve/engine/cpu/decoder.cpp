@@ -1,0 +1,270 @@
+// A whole forward pass of a Llama-like decoder in bf16 on CPU, sums and the residual in f32.
+//
+// All threads go through one list of stages; what a stage computes is cut into tasks that do not
+// depend on each other (team.h). Per layer:
+//
+//     norm -> qkv -> rotate, write KV -> attention -> output (+ residual)
+//          -> norm -> gate and up -> (silu * up) -> down (+ residual)
+
+#include <algorithm>
+
+#include "attention.h"
+#include "matmul.h"
+#include "rows.h"
+#include "team.h"
+
+struct Layer {
+    Matrix qkv, output, gate_up, down;
+    const float* attention_norm;  // [hidden]
+    const float* mlp_norm;        // [hidden]
+    const float* qk_norm;         // [num_heads + num_kv_heads, head_dim] or null
+};
+
+struct Model {
+    Heads heads;
+    int64_t num_layers, hidden, vocab;
+    float eps;
+    const Layer* layers;
+    const bf16* embedding;  // [vocab, hidden]
+    const float* norm;      // [hidden]
+    Matrix head;
+    const float* cosine;  // [positions, head_dim]
+    const float* sine;    // [positions, head_dim], the first half negative
+};
+
+enum Stage { EMBED, NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD };  // STAGES in Python
+
+namespace {
+
+constexpr int64_t ROWS_AT_ONCE = 4;
+
+// Memory of one pass, between the stages.
+struct Rows {
+    int64_t hidden_width, qkv_width, inner, act_width;
+    float* hidden;  // [tokens, hidden_width]: the residual stream
+    bf16* x;        // [tokens, hidden_width]
+    float* qkv;     // [tokens, qkv_width]
+    bf16* query;    // [tokens, inner]
+    bf16* attended;  // [tokens, inner]
+    bf16* act;      // [tokens, act_width]
+    int64_t bytes;
+
+    Rows(const Model& model, int64_t tokens, char* memory) {
+        const Heads& heads = model.heads;
+        hidden_width = round_up(model.hidden, PANEL);
+        inner = heads.num_heads * heads.head_dim;
+        qkv_width = model.layers->qkv.num_panels * PANEL;
+        act_width = model.layers->gate_up.num_panels * LANES;
+        char* at = memory;
+        hidden = take<float>(at, tokens * hidden_width);
+        x = take<bf16>(at, tokens * hidden_width);
+        qkv = take<float>(at, tokens * qkv_width);
+        query = take<bf16>(at, tokens * inner);
+        attended = take<bf16>(at, tokens * inner);
+        act = take<bf16>(at, tokens * act_width);
+        bytes = at - memory;
+    }
+
+    template <typename T>
+    static T* take(char*& at, int64_t count) {
+        T* memory = reinterpret_cast<T*>(at);
+        at += round_up(count * sizeof(T), 64);
+        return memory;
+    }
+};
+
+class Pass {
+   public:
+    Pass(const Model& model, const Batch& batch, Team& team, Attention& attention,
+         const Rows& rows, Laps* laps)
+        : model_(model), batch_(batch), team_(team), attention_(attention), r_(rows), laps_(laps) {}
+
+    // keys and values of all layers: [num_layers, 2, slots, num_kv_heads, head_dim].
+    void run(bf16* kv, int64_t half_layer, float* logits) {
+        embed();
+        for (int64_t i = 0; i < model_.num_layers; i++) {
+            const Layer& layer = model_.layers[i];
+            bf16* keys = kv + 2 * i * half_layer;
+            bf16* values = keys + half_layer;
+            normalize(layer.attention_norm);
+            project(layer.qkv);
+            rotate_and_write(layer, keys, values);
+            attention_.attend(team_, r_.query, keys, values, r_.attended);
+            lap(ATTENTION);
+            add(r_.attended, r_.inner, layer.output, OUTPUT);
+            normalize(layer.mlp_norm);
+            gate(layer.gate_up);
+            add(r_.act, r_.act_width, layer.down, DOWN);
+        }
+        if (batch_.num_logits_rows) head(logits);
+    }
+
+   private:
+    void lap(Stage stage) {
+        if (laps_) laps_->lap(stage);
+    }
+
+    template <typename Work>
+    void for_rows(int64_t count, const Work& work) {
+        team_.share(ceil_div(count, ROWS_AT_ONCE), [&](int64_t task) {
+            const int64_t end = std::min((task + 1) * ROWS_AT_ONCE, count);
+            for (int64_t row = task * ROWS_AT_ONCE; row < end; row++) work(row);
+        });
+    }
+
+    void embed() {
+        for_rows(batch_.num_tokens, [&](int64_t row) {
+            const bf16* from = model_.embedding + batch_.token_ids[row] * model_.hidden;
+            float* to = r_.hidden + row * r_.hidden_width;
+            for (int64_t i = 0; i < r_.hidden_width; i += LANES) {
+                const __mmask16 lanes = model_.hidden > i ? first_lanes(model_.hidden - i) : 0;
+                _mm512_storeu_ps(to + i, widen(_mm256_maskz_loadu_epi16(lanes, from + i)));
+            }
+        });
+        lap(EMBED);
+    }
+
+    void normalize(const float* weight) {
+        for_rows(batch_.num_tokens, [&](int64_t row) {
+            const int64_t at = row * r_.hidden_width;
+            norm(r_.hidden + at, weight, model_.hidden, model_.eps, r_.x + at);
+        });
+        lap(NORM);
+    }
+
+    void project(const Matrix& w) {
+        multiply(team_, r_.x, r_.hidden_width, batch_.num_tokens, w,
+                 [&](int64_t row, int64_t rows, int64_t panel, const float* sums) {
+                     for (int64_t i = 0; i < rows; i++)
+                         store(w, panel, sums + i * PANEL,
+                               r_.qkv + (row + i) * r_.qkv_width + panel * PANEL);
+                 });
+        lap(QKV);
+    }
+
+    static __m512 with_bias(const Matrix& w, int64_t panel, const float* sums, int64_t lane) {
+        const __m512 x = _mm512_load_ps(sums + lane);
+        return w.bias ? x + _mm512_loadu_ps(w.bias + panel * PANEL + lane) : x;
+    }
+
+    static void store(const Matrix& w, int64_t panel, const float* sums, float* to) {
+        for (int64_t lane = 0; lane < PANEL; lane += LANES)
+            _mm512_storeu_ps(to + lane, with_bias(w, panel, sums, lane));
+    }
+
+    void rotate_and_write(const Layer& layer, bf16* keys, bf16* values) {
+        const Heads& heads = model_.heads;
+        const int64_t dim = heads.head_dim, num_rotated = heads.num_heads + heads.num_kv_heads;
+        for_rows(batch_.num_tokens, [&](int64_t row) {
+            float* head = r_.qkv + row * r_.qkv_width;
+            const float* cosine = model_.cosine + batch_.positions[row] * dim;
+            const float* sine = model_.sine + batch_.positions[row] * dim;
+            const int64_t slot = batch_.slot_mapping[row] * heads.num_kv_heads * dim;
+            for (int64_t i = 0; i < num_rotated; i++, head += dim) {
+                if (layer.qk_norm) norm(head, layer.qk_norm + i * dim, dim, model_.eps);
+                bf16* to = i < heads.num_heads ? r_.query + row * r_.inner + i * dim
+                                               : keys + slot + (i - heads.num_heads) * dim;
+                rotate(head, cosine, sine, dim, to);
+            }
+            narrow(head, values + slot, heads.num_kv_heads * dim);
+        });
+        lap(ROTATE);
+    }
+
+    void add(const bf16* x, int64_t stride, const Matrix& w, Stage stage) {
+        multiply(team_, x, stride, batch_.num_tokens, w,
+                 [&](int64_t row, int64_t rows, int64_t panel, const float* sums) {
+                     for (int64_t i = 0; i < rows; i++) {
+                         float* to = r_.hidden + (row + i) * r_.hidden_width + panel * PANEL;
+                         for (int64_t lane = 0; lane < PANEL; lane += LANES) {
+                             const __m512 x = with_bias(w, panel, sums + i * PANEL, lane);
+                             _mm512_storeu_ps(to + lane, _mm512_loadu_ps(to + lane) + x);
+                         }
+                     }
+                 });
+        lap(stage);
+    }
+
+    // A panel holds 16 columns of the gate and the same 16 of what it gates.
+    void gate(const Matrix& w) {
+        multiply(team_, r_.x, r_.hidden_width, batch_.num_tokens, w,
+                 [&](int64_t row, int64_t rows, int64_t panel, const float* sums) {
+                     for (int64_t i = 0; i < rows; i++) {
+                         const __m512 gate = with_bias(w, panel, sums + i * PANEL, 0);
+                         const __m512 up = with_bias(w, panel, sums + i * PANEL, LANES);
+                         bf16* to = r_.act + (row + i) * r_.act_width + panel * LANES;
+                         _mm256_storeu_si256((__m256i*)to, narrow(silu(gate) * up));
+                     }
+                 });
+        lap(GATE_UP);
+    }
+
+    void head(float* logits) {
+        for_rows(batch_.num_logits_rows, [&](int64_t row) {
+            norm(r_.hidden + batch_.logits_rows[row] * r_.hidden_width, model_.norm,
+                 model_.hidden, model_.eps, r_.x + row * r_.hidden_width);
+        });
+        const Matrix& w = model_.head;
+        multiply(team_, r_.x, r_.hidden_width, batch_.num_logits_rows, w,
+                 [&](int64_t row, int64_t rows, int64_t panel, const float* sums) {
+                     const int64_t left = model_.vocab - panel * PANEL;
+                     for (int64_t i = 0; i < rows; i++)
+                         std::memcpy(logits + (row + i) * model_.vocab + panel * PANEL,
+                                     sums + i * PANEL,
+                                     std::min<int64_t>(left, PANEL) * sizeof(float));
+                 });
+        lap(HEAD);
+    }
+
+    const Model& model_;
+    const Batch& batch_;
+    Team& team_;
+    Attention& attention_;
+    const Rows r_;
+    Laps* laps_;  // of the first thread
+};
+
+}  // namespace
+
+extern "C" {
+
+// panels: room for round_up(n, 32) * round_up(k, 2) numbers.
+void decoder_pack(const bf16* w, int64_t n, int64_t k, bf16* panels) { pack(w, n, k, panels); }
+
+int64_t decoder_memory_bytes(const Model* model, int64_t num_tokens) {
+    return Rows(*model, num_tokens, nullptr).bytes;
+}
+
+Crew* decoder_crew(int num_threads) { return new Crew(num_threads); }
+
+void decoder_dismiss(Crew* crew) { delete crew; }
+
+// kv [num_layers, 2, half_layer numbers]; logits [num_logits_rows, vocab] f32; memory as
+// decoder_memory_bytes has it, aligned to 64 bytes; laps [8 * num_layers + 2, 3] (team.h).
+void decoder_forward(const Model* model, const Batch* batch, bf16* kv, int64_t half_layer,
+                     float* logits, char* memory, Crew* crew, double* laps) {
+    Team team(crew->size());
+    Attention attention(model->heads, *batch);
+    Laps first_laps(laps);
+    const Rows rows(*model, batch->num_tokens, memory);
+    crew->run([&](int index) {
+        Pass(*model, *batch, team, attention, rows, index == 0 ? &first_laps : nullptr)
+            .run(kv, half_layer, logits);
+    });
+}
+
+// The first of the largest of each row, NaN below all.
+void decoder_argmax(const float* logits, int64_t num_rows, int64_t vocab, int64_t* token_ids) {
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float* x = logits + row * vocab;
+        __m512 most = _mm512_set1_ps(-INFINITY);
+        for (int64_t i = 0; i < vocab; i += LANES)  // of NaN and b, max is b
+            most = _mm512_max_ps(
+                _mm512_mask_loadu_ps(most, first_lanes(vocab - i), x + i), most);
+        const float largest = _mm512_reduce_max_ps(most);
+        int64_t i = 0;
+        while (i < vocab && x[i] != largest) i++;
+        token_ids[row] = i < vocab ? i : 0;
+    }
+}
+}

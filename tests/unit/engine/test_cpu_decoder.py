@@ -1,0 +1,168 @@
+"""The compiled decoder: near to f32, and the same to the bit however its work is cut."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitserve.engine.batch import Chunk
+from splitserve.engine.cpu.decoder import STAGES, CpuDecoder
+from splitserve.engine.model_runner import ModelRunner
+from tests.tiny_models import make_tiny_model
+from tests.unit.engine.conftest import LoadRunner, expected_logits
+from tests.unit.engine.sequences import Prompts, chunk
+
+pytestmark = pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_bf16", False),
+    reason="this CPU does not multiply bfloat16 (AVX-512 BF16)",
+)
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied embeddings": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2, biases of queries, keys and values": ("qwen2", {}),
+    "qwen3, norms of heads": ("qwen3", {}),
+    "sizes that fill no panel": ("llama", {"hidden_size": 72, "intermediate_size": 100}),
+    "odd sizes": (
+        "llama",
+        {
+            "hidden_size": 65,
+            "intermediate_size": 99,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+        },
+    ),
+    "one query head a KV head": ("llama", {"num_key_value_heads": 4}),
+    "three": ("llama", {"num_attention_heads": 6, "hidden_size": 96}),
+    "four": ("llama", {"num_key_value_heads": 1}),
+    "eight": ("llama", {"num_attention_heads": 16}),
+    "heads of 8": ("llama", {"head_dim": 8}),
+    "heads of 80": ("llama", {"head_dim": 80}),
+    "heads of 128": ("llama", {"head_dim": 128}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_further_from_f32_than_torch_is(name: str, tmp_path: Path, load: LoadRunner) -> None:
+    family, keys = SHAPES[name]
+    directory = make_tiny_model(family, tmp_path, dtype=torch.bfloat16, **keys)
+    prompts = Prompts(96)
+    token_ids = prompts.token_ids(200)
+    blocks = prompts.blocks(200)
+    exact = expected_logits(directory, token_ids)
+
+    def error(backend: str) -> float:
+        runner = compiled(load, directory) if backend == "cpu" else torch_only(load, directory)
+        return float((everywhere(runner, token_ids, [1] * 200, blocks) - exact).abs().mean())
+
+    assert error("cpu") < 1.1 * error("torch")
+
+
+@pytest.mark.parametrize("name", ["llama", "eight", "heads of 80"])
+def test_a_token_is_the_same_however_its_prompt_is_cut(
+    name: str, tmp_path: Path, load: LoadRunner
+) -> None:
+    family, keys = SHAPES[name]
+    directory = make_tiny_model(family, tmp_path, **keys)
+    prompts = Prompts(96)
+    token_ids, blocks = prompts.token_ids(300), prompts.blocks(300)
+    expected: tuple[Tensor, Tensor] | None = None
+    for sizes in ([1] * 300, [7, 100, 2, 19, 127, 45], [129, 171], [16] * 18 + [12]):
+        runner = compiled(load, directory, num_threads=1 + len(sizes) % 3)
+        logits = everywhere(runner, token_ids, sizes, blocks)
+        kept = runner.kv_cache.tensor.clone()
+        ends = torch.tensor(sizes).cumsum(0) - 1
+        if expected is None:
+            expected = logits, kept
+        assert torch.equal(logits, expected[0][ends]) and torch.equal(kept, expected[1])
+
+
+def test_a_row_is_the_same_beside_any_others(tiny_llama: Path, load: LoadRunner) -> None:
+    runner = compiled(load, tiny_llama, num_threads=2)
+    prompts = Prompts(96)
+    lengths = [1, 15, 16, 17, 128, 129, 260]
+    batch = [(prompts.token_ids(n), prompts.blocks(n)) for n in lengths]
+    together = runner.logits([chunk(ids, 0, len(ids), blocks) for ids, blocks in batch])
+    decoded = runner.logits([chunk(ids, len(ids) - 1, len(ids), blocks) for ids, blocks in batch])
+    for i, (ids, blocks) in enumerate(batch):
+        alone = runner.logits([chunk(ids, 0, len(ids), blocks)])[0]
+        assert torch.equal(together[i], alone) and torch.equal(decoded[i], alone)
+
+
+def test_what_lies_behind_a_context_is_never_read(tiny_llama: Path, load: LoadRunner) -> None:
+    """Freed blocks keep what others computed, which may be anything."""
+    prompts = Prompts(96)
+    token_ids, blocks = prompts.token_ids(133), prompts.blocks(133)
+    clean, dirty = compiled(load, tiny_llama), compiled(load, tiny_llama)
+    dirty.kv_cache.tensor.fill_(torch.nan)
+    expected = everywhere(clean, token_ids, [50, 80, 1, 2], blocks)
+    assert torch.equal(everywhere(dirty, token_ids, [50, 80, 1, 2], blocks), expected)
+
+
+def test_only_asked_for_rows_have_logits(tiny_llama: Path, load: LoadRunner) -> None:
+    runner = compiled(load, tiny_llama)
+    prompts = Prompts(96)
+    token_ids, blocks = prompts.token_ids(20), prompts.blocks(20)
+    assert runner.logits([Chunk(token_ids, 0, 10, blocks)]).shape == (0, runner.vocab_size)
+    assert runner.logits([chunk(token_ids, 10, 20, blocks)]).shape == (1, runner.vocab_size)
+
+
+def test_a_watched_step_tells_its_stages(tiny_llama: Path, load: LoadRunner) -> None:
+    runner = compiled(load, tiny_llama)
+    prompts = Prompts(96)
+    token_ids, blocks = prompts.token_ids(20), prompts.blocks(20)
+    for samples, last in ((True, "LM head"), (False, "down linear")):
+        runner.trace_next(1)
+        part = chunk(token_ids, 0, 20, blocks)
+        runner.step([part if samples else Chunk(token_ids, 0, 20, blocks)])
+        stages = [op for op in runner.take_kernels()[0] if op.name in STAGES]
+        assert [op.name for op in stages[:4]] == list(STAGES[:4])
+        assert stages[-1].name == last
+        assert [op.name for op in stages].count("attention") == 2  # layers
+        for earlier, later in itertools.pairwise(stages):
+            assert later.started_at == pytest.approx(earlier.started_at + earlier.duration_s)
+
+
+def test_heads_it_has_no_code_for_are_computed_by_torch(tmp_path: Path, load: LoadRunner) -> None:
+    runner = load(make_tiny_model("llama", tmp_path, head_dim=20), dtype="bfloat16")
+    assert not isinstance(runner._decoder, CpuDecoder)
+
+
+def test_without_a_compiler_torch_computes(
+    tiny_llama: Path, load: LoadRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runner = load(tiny_llama, dtype="bfloat16")
+    assert not isinstance(runner._decoder, CpuDecoder)
+    prompts = Prompts(96)
+    token_ids, blocks = prompts.token_ids(20), prompts.blocks(20)
+    assert runner.logits([chunk(token_ids, 0, 20, blocks)]).isfinite().all()
+
+
+def compiled(load: LoadRunner, directory: Path, **changes: object) -> ModelRunner:
+    runner = load(directory, dtype="bfloat16", **changes)
+    assert isinstance(runner._decoder, CpuDecoder)
+    return runner
+
+
+def torch_only(load: LoadRunner, directory: Path) -> ModelRunner:
+    return load(directory, dtype="bfloat16", attention_backend="reference")
+
+
+def everywhere(
+    runner: ModelRunner, token_ids: list[int], sizes: list[int], blocks: list[int]
+) -> Tensor:
+    """Logits at the end of every chunk, [len(sizes), vocab], in f32."""
+    start, rows = 0, []
+    for size in sizes:
+        rows.append(runner.logits([chunk(token_ids, start, start + size, blocks)])[0].float())
+        start += size
+    return torch.stack(rows)
