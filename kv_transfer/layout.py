@@ -7,14 +7,13 @@ from splitserve.wire.messages import Region
 
 
 def region_bytes(layout: KVLayout, region: Region) -> int:
-    """The size of a region's buffer, [layers, 2, tokens, heads, head_dim] of the layout's dtype."""
+    """The size of a region's buffer, [layers, 2, tokens, heads, head_bytes]."""
     return (
         (region.layer_end - region.layer_start)
         * 2
         * (region.token_end - region.token_start)
         * (region.head_end - region.head_start)
-        * layout.head_dim
-        * layout.bytes_per_number
+        * layout.head_bytes
     )
 
 

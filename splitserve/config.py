@@ -43,16 +43,19 @@ class EngineConfig:
     num_threads: int | None = None  # None: as many as cores given
     enable_prefix_caching: bool = False
     attention_backend: Literal["auto", "reference", "cpu", "triton"] = "auto"
+    quantization: Literal["none", "int8"] = "none"  # of weights
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"  # auto: dtype
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The shape of one token's keys and values, which both ends of a transfer must share.
 
-    A token is `num_layers x 2 (K, V) x num_kv_heads x head_dim` numbers of `dtype`.
+    A token is `num_layers x 2 (K, V) x num_kv_heads` heads of `head_dim` numbers of `dtype`; a head
+    in int8 is followed by the f32 that its numbers are to be multiplied by.
     """
 
-    dtype: str  # "float32", "bfloat16", "float16"
+    dtype: str  # "float32", "bfloat16", "float16", "int8"
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -60,11 +63,17 @@ class KVLayout:
 
     @property
     def bytes_per_number(self) -> int:
-        return 4 if self.dtype == "float32" else 2
+        return {"float32": 4, "int8": 1}.get(self.dtype, 2)
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one key or value."""
+        scale_bytes = 4 if self.dtype == "int8" else 0
+        return self.head_dim * self.bytes_per_number + scale_bytes
 
     @property
     def token_bytes_per_layer(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_number
+        return 2 * self.num_kv_heads * self.head_bytes
 
     @property
     def token_bytes(self) -> int:

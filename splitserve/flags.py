@@ -132,6 +132,18 @@ _ENGINE = (
         "Which attention code runs.",
         choices=_choices_of(EngineConfig, "attention_backend"),
     ),
+    _engine(
+        "quantization",
+        "str",
+        "int8: weights in half the bytes of bfloat16, rounded (CPU).",
+        choices=_choices_of(EngineConfig, "quantization"),
+    ),
+    _engine(
+        "kv_cache_dtype",
+        "str",
+        "Type of KV, here and on the wire. auto: that of weights; int8: about half of bfloat16.",
+        choices=_choices_of(EngineConfig, "kv_cache_dtype"),
+    ),
 )
 _CLUSTER = (
     _top(

@@ -14,7 +14,12 @@ from splitserve.config import KVLayout
 from splitserve.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 class Region(Protocol):
@@ -37,7 +42,8 @@ class Region(Protocol):
 class KVCache:
     """Owns the keys and values of every block.
 
-    `tensor` is [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim].
+    `tensor` is [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]; in int8 the
+    last axis holds a head's numbers and the four bytes of their scale.
 
     `read` and `write` may run on another thread than the model as long as they touch other
     blocks. They copy with numpy, which holds no lock of the interpreter meanwhile and starts no
@@ -49,11 +55,10 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         # Zeros, not empty memory: masked places are multiplied by 0, and 0 * NaN is NaN.
-        shape = layout.num_layers, 2, num_blocks, layout.block_size
+        shape = layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads
+        numbers = layout.head_bytes // layout.bytes_per_number
         try:
-            self.tensor: Tensor = torch.zeros(
-                (*shape, layout.num_kv_heads, layout.head_dim), dtype=DTYPES[layout.dtype]
-            )
+            self.tensor: Tensor = torch.zeros((*shape, numbers), dtype=DTYPES[layout.dtype])
         except RuntimeError as error:  # of the allocator
             gib = num_blocks * layout.block_size * layout.token_bytes / 2**30
             raise ConfigError(
@@ -67,7 +72,7 @@ class KVCache:
         )
 
     def read(self, block_ids: Sequence[int], region: Region) -> memoryview:
-        """A copy of the region: C-contiguous bytes [layers, 2, tokens, heads, head_dim].
+        """A copy of the region: C-contiguous bytes [layers, 2, tokens, heads, head_bytes].
 
         Raises ValueError for a region outside the layout or the blocks.
         """
@@ -106,7 +111,7 @@ class KVCache:
             2,
             region.token_end - region.token_start,
             region.head_end - region.head_start,
-            layout.head_dim * layout.bytes_per_number,
+            layout.head_bytes,
         )
 
     def _runs(

@@ -42,7 +42,9 @@ class ModelRunner:
         self.layout = kv_cache.layout
         self.num_blocks = kv_cache.num_blocks
         self.vocab_size = model.vocab_size
-        self.work_model = WorkModel.from_shapes(model, self.layout, kv_cache.tensor.dtype)
+        quantized = config.quantization == "int8"
+        weight_dtype = torch.int8 if quantized else DTYPES[config.dtype]
+        self.work_model = WorkModel.from_shapes(model, self.layout, weight_dtype)
         self._decoder = decoder
         self._meter = StepMeter()
         self._trace = KernelTrace(on_gpu=kv_cache.tensor.is_cuda)
@@ -144,10 +146,16 @@ class ModelRunner:
 def _load_decoder(config: EngineConfig, model: ModelConfig, rope: Rope) -> Forward:
     """The compiled decoder where there is one for this CPU and dtype; else the one of torch."""
     directory, dtype = Path(config.model), DTYPES[config.dtype]
+    int8, int8_kv = config.quantization == "int8", config.kv_cache_dtype == "int8"
     if config.attention_backend == "cpu" and dtype == torch.bfloat16:
-        compiled = CpuDecoder.load(directory, model, rope)
+        compiled = CpuDecoder.load(directory, model, rope, int8=int8, int8_kv=int8_kv)
         if compiled is not None:
             return compiled
+    if int8 or int8_kv:
+        raise ConfigError(
+            "int8 (quantization, kv_cache_dtype) needs a CPU with AVX-512 BF16, a C++ compiler and "
+            f"a head_dim that is a multiple of 8; head_dim is {model.head_dim}"
+        )
     shape = AttentionShape(
         model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5
     )

@@ -34,6 +34,7 @@ def resolve(config: EngineConfig, model: ModelConfig, rope: RopeConfig) -> Engin
         max_num_batched_tokens=config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
         attention_backend="cpu" if config.attention_backend == "auto" else config.attention_backend,
     )
+    _check_int8(resolved)
     if config.block_size < 1:
         raise ConfigError(f"block_size {config.block_size} is below 1")
     num_blocks = _num_blocks(resolved, layout_of(resolved, model))
@@ -42,9 +43,17 @@ def resolve(config: EngineConfig, model: ModelConfig, rope: RopeConfig) -> Engin
 
 def layout_of(config: EngineConfig, model: ModelConfig) -> KVLayout:
     """The KV layout of a resolved config."""
-    return KVLayout(
-        config.dtype, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size
-    )
+    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return KVLayout(dtype, model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
+
+
+def _check_int8(config: EngineConfig) -> None:
+    for key in ("quantization", "kv_cache_dtype"):
+        if getattr(config, key) != "int8":
+            continue
+        for other, needed in (("dtype", "bfloat16"), ("attention_backend", "cpu")):
+            if (value := getattr(config, other)) != needed:
+                raise ConfigError(f"{key} int8 needs {other} {needed}; it is {value}")
 
 
 def resolve_dtype(dtype: str) -> Dtype:

@@ -17,16 +17,10 @@
 #include <memory>
 #include <vector>
 
+#include "kv_rows.h"
 #include "part.h"
 
 constexpr int64_t QUERY_ROWS = 56;  // of a prefill tile, about
-
-struct Heads {
-    int64_t num_heads, num_kv_heads, head_dim;
-    float scale;
-    int64_t group() const { return num_heads / num_kv_heads; }
-    int64_t padded() const { return round_up(head_dim, PANEL); }
-};
 
 struct Batch {
     int64_t num_tokens, num_seqs, num_logits_rows;
@@ -66,8 +60,8 @@ class Attention {
         for (size_t i = 0; i < tiles_.size(); i++) parts_left_[i] = tiles_[i].num_parts();
     }
 
-    // query, out [num_tokens, num_heads, head_dim]; keys, values [slots, num_kv_heads, head_dim].
-    void attend(Team& team, const bf16* query, const bf16* keys, const bf16* values, bf16* out) {
+    // query, out [num_tokens, num_heads, head_dim]; keys, values [slots, num_kv_heads, kv_bytes].
+    void attend(Team& team, const bf16* query, const char* keys, const char* values, bf16* out) {
         team.share(items_.size(), [&](int64_t i) {
             thread_local Room room;
             room.fit(most_rows_, heads_.padded());
@@ -77,22 +71,18 @@ class Attention {
 
    private:
     struct Room {  // of one thread
-        TokenRows keys, values;
+        KvRows keys, values;
         std::vector<bf16> query, packed, weights;
         std::vector<float> scores, part, merged;
 
-        int64_t most_rows = 0, most_width = 0;
 
-        void fit(int64_t rows, int64_t width) {
-            if (rows <= most_rows && width <= most_width) return;
-            most_rows = rows = std::max(rows, most_rows);
-            most_width = width = std::max(width, most_width);
-            query.resize(rows * width);
-            packed.resize(PART * width);
-            weights.resize(rows * PART);
-            scores.resize(rows * PART);
-            part.resize(Softmax::size(rows, width));
-            merged.resize(Softmax::size(rows, width));
+        void fit(int64_t num_rows, int64_t width) {
+            grow(query, num_rows * width);
+            grow(packed, PART * width);
+            grow(weights, num_rows * PART);
+            grow(scores, num_rows * PART);
+            grow(part, Softmax::size(num_rows, width));
+            grow(merged, Softmax::size(num_rows, width));
         }
     };
 
@@ -121,7 +111,7 @@ class Attention {
 
     int64_t rows_of(const Item& item) const { return tiles_[item.tile].count * heads_.group(); }
 
-    void attend(const Item& item, const bf16* query, const bf16* keys, const bf16* values,
+    void attend(const Item& item, const bf16* query, const char* keys, const char* values,
                 bf16* out, Room& room) {
         if (item.result < 0) {
             attend_tile(item, query, keys, values, out, room);
@@ -131,12 +121,13 @@ class Attention {
         for (int64_t kv = 0; kv < heads_.num_kv_heads; kv++) {
             gather_queries(item, kv, query, room.query.data());
             attend_part(item, item.first_part, room, result(item.result + kv));
-            next_head(room);
+            room.keys.next_head(heads_);
+            room.values.next_head(heads_);
         }
         if (--parts_left_[item.tile] == 0) finish(item, out, room);
     }
 
-    void attend_tile(const Item& item, const bf16* query, const bf16* keys, const bf16* values,
+    void attend_tile(const Item& item, const bf16* query, const char* keys, const char* values,
                      bf16* out, Room& room) {
         const int64_t rows = rows_of(item), width = heads_.padded();
         const Softmax part = Softmax::at(room.part.data(), rows);
@@ -184,38 +175,21 @@ class Attention {
     }
 
     // The keys and values of a part's tokens, of the item's first KV head.
-    void find_rows(const Item& item, int64_t part, const bf16* keys, const bf16* values,
+    void find_rows(const Item& item, int64_t part, const char* keys, const char* values,
                    Room& room) const {
         const Tile& tile = tiles_[item.tile];
         const int64_t first = part * PART;
         const int64_t count = std::min(PART, tile.position + tile.count - first);
-        room.keys.count = room.values.count = count;
+        int64_t offsets[PART];
         for (int64_t i = 0; i < round_up(count, PANEL); i++) {
             const int64_t token = first + std::min(i, count - 1);
             const int64_t slot = tile.table[token / batch_.block_size] * batch_.block_size +
                                  token % batch_.block_size;
-            const int64_t head = slot * heads_.num_kv_heads + item.first_kv_head;
-            room.keys.rows[i] = keys + head * heads_.head_dim;
-            room.values.rows[i] = values + head * heads_.head_dim;
+            offsets[i] = (slot * heads_.num_kv_heads + item.first_kv_head) * heads_.kv_bytes();
         }
-        touch(room.keys, item.end_kv_head - item.first_kv_head);
-        touch(room.values, item.end_kv_head - item.first_kv_head);
-    }
-
-    // Read a number of every cache line, in order: these loads are all under way at once, while
-    // those of the sums below would each wait for their turn.
-    void touch(const TokenRows& rows, int64_t num_heads) const {
-        const int64_t size = num_heads * heads_.head_dim;
-        for (int64_t i = 0; i < rows.count; i++)
-            for (int64_t at = 0; at < size; at += 64 / sizeof(bf16))
-                (void)*static_cast<const volatile bf16*>(rows.rows[i] + at);
-    }
-
-    void next_head(Room& room) const {
-        for (int64_t i = 0; i < round_up(room.keys.count, PANEL); i++) {
-            room.keys.rows[i] += heads_.head_dim;
-            room.values.rows[i] += heads_.head_dim;
-        }
+        const int64_t num_heads = item.end_kv_head - item.first_kv_head;
+        room.keys.find(heads_, keys, offsets, count, num_heads);
+        room.values.find(heads_, values, offsets, count, num_heads);
     }
 
     void attend_part(const Item& item, int64_t part, Room& room, const Softmax& result) const {
@@ -224,30 +198,31 @@ class Attention {
         bf16* weights = room.weights.data();
         const bf16* query = room.query.data();
         switch (rows) {
-            case 1: score<1>(query, dim, room.keys, scores); break;
-            case 2: score<2>(query, dim, room.keys, scores); break;
-            case 3: score<3>(query, dim, room.keys, scores); break;
-            case 4: score<4>(query, dim, room.keys, scores); break;
+            case 1: score<1>(query, dim, room.keys.rows, scores); break;
+            case 2: score<2>(query, dim, room.keys.rows, scores); break;
+            case 3: score<3>(query, dim, room.keys.rows, scores); break;
+            case 4: score<4>(query, dim, room.keys.rows, scores); break;
             default: score_packed(rows, room);
         }
         const int64_t before = tiles_[item.tile].position + 1 - part * PART;
         for (int64_t row = 0; row < rows; row++)
-            weigh(scores + row * PART, room.keys.count, before + row / heads_.group(),
-                  heads_.scale, result.most + row, result.sum + row, weights + row * PART);
+            weigh(scores + row * PART, room.keys.rows, room.values.rows,
+                  before + row / heads_.group(),
+                  heads_.scale * LOG2_E, result.most + row, result.sum + row, weights + row * PART);
         switch (rows) {
-            case 1: add_up<1>(weights, room.values, dim, result.values, width); break;
-            case 2: add_up<2>(weights, room.values, dim, result.values, width); break;
-            case 3: add_up<3>(weights, room.values, dim, result.values, width); break;
-            case 4: add_up<4>(weights, room.values, dim, result.values, width); break;
+            case 1: add_up<1>(weights, room.values.rows, dim, result.values, width); break;
+            case 2: add_up<2>(weights, room.values.rows, dim, result.values, width); break;
+            case 3: add_up<3>(weights, room.values.rows, dim, result.values, width); break;
+            case 4: add_up<4>(weights, room.values.rows, dim, result.values, width); break;
             default: add_up_packed(rows, room, result.values);
         }
     }
 
     void score_packed(int64_t rows, Room& room) const {
         const int64_t dim = heads_.head_dim;
-        pack_keys(room.keys, dim, room.packed.data());
+        pack_keys(room.keys.rows, dim, room.packed.data());
         for_tiles(rows, [&](int64_t row, int64_t count) {
-            for (int64_t key = 0; key < room.keys.count; key += PANEL)
+            for (int64_t key = 0; key < room.keys.rows.count; key += PANEL)
                 multiply_tile(count, room.query.data() + row * dim, dim,
                               room.packed.data() + key * dim, dim / 2,
                               room.scores.data() + row * PART + key, PART);
@@ -255,8 +230,8 @@ class Attention {
     }
 
     void add_up_packed(int64_t rows, Room& room, float* out) const {
-        const int64_t width = heads_.padded(), num_pairs = ceil_div(room.values.count, 2);
-        pack_values(room.values, heads_.head_dim, room.packed.data());
+        const int64_t width = heads_.padded(), num_pairs = ceil_div(room.values.rows.count, 2);
+        pack_values(room.values.rows, heads_.head_dim, room.packed.data());
         for_tiles(rows, [&](int64_t row, int64_t count) {
             for (int64_t column = 0; column < width; column += PANEL)
                 multiply_tile(count, room.weights.data() + row * PART, PART,

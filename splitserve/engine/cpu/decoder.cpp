@@ -79,13 +79,13 @@ class Pass {
          const Rows& rows, Laps* laps)
         : model_(model), batch_(batch), team_(team), attention_(attention), r_(rows), laps_(laps) {}
 
-    // keys and values of all layers: [num_layers, 2, slots, num_kv_heads, head_dim].
-    void run(bf16* kv, int64_t half_layer, float* logits) {
+    // Keys and values of all layers: [num_layers, 2, slots, num_kv_heads, kv_bytes].
+    void run(char* kv, int64_t half_layer, float* logits) {
         embed();
         for (int64_t i = 0; i < model_.num_layers; i++) {
             const Layer& layer = model_.layers[i];
-            bf16* keys = kv + 2 * i * half_layer;
-            bf16* values = keys + half_layer;
+            char* keys = kv + 2 * i * half_layer;
+            char* values = keys + half_layer;
             normalize(layer.attention_norm);
             project(layer.qkv);
             rotate_and_write(layer, keys, values);
@@ -136,39 +136,43 @@ class Pass {
         multiply(team_, r_.x, r_.hidden_width, batch_.num_tokens, w,
                  [&](int64_t row, int64_t rows, int64_t panel, const float* sums) {
                      for (int64_t i = 0; i < rows; i++)
-                         store(w, panel, sums + i * PANEL,
-                               r_.qkv + (row + i) * r_.qkv_width + panel * PANEL);
+                         std::memcpy(r_.qkv + (row + i) * r_.qkv_width + panel * PANEL,
+                                     sums + i * PANEL, PANEL * sizeof(float));
                  });
         lap(QKV);
     }
 
-    static __m512 with_bias(const Matrix& w, int64_t panel, const float* sums, int64_t lane) {
-        const __m512 x = _mm512_load_ps(sums + lane);
-        return w.bias ? x + _mm512_loadu_ps(w.bias + panel * PANEL + lane) : x;
-    }
-
-    static void store(const Matrix& w, int64_t panel, const float* sums, float* to) {
-        for (int64_t lane = 0; lane < PANEL; lane += LANES)
-            _mm512_storeu_ps(to + lane, with_bias(w, panel, sums, lane));
-    }
-
-    void rotate_and_write(const Layer& layer, bf16* keys, bf16* values) {
+    void rotate_and_write(const Layer& layer, char* keys, char* values) {
         const Heads& heads = model_.heads;
-        const int64_t dim = heads.head_dim, num_rotated = heads.num_heads + heads.num_kv_heads;
+        const int64_t dim = heads.head_dim;
         for_rows(batch_.num_tokens, [&](int64_t row) {
             float* head = r_.qkv + row * r_.qkv_width;
             const float* cosine = model_.cosine + batch_.positions[row] * dim;
             const float* sine = model_.sine + batch_.positions[row] * dim;
-            const int64_t slot = batch_.slot_mapping[row] * heads.num_kv_heads * dim;
-            for (int64_t i = 0; i < num_rotated; i++, head += dim) {
+            for (int64_t i = 0; i < heads.num_heads + heads.num_kv_heads; i++, head += dim) {
                 if (layer.qk_norm) norm(head, layer.qk_norm + i * dim, dim, model_.eps);
-                bf16* to = i < heads.num_heads ? r_.query + row * r_.inner + i * dim
-                                               : keys + slot + (i - heads.num_heads) * dim;
-                rotate(head, cosine, sine, dim, to);
+                rotate(head, cosine, sine, dim);
             }
-            narrow(head, values + slot, heads.num_kv_heads * dim);
+            head = r_.qkv + row * r_.qkv_width;
+            narrow(head, r_.query + row * r_.inner, r_.inner);
+            const int64_t slot = batch_.slot_mapping[row];
+            write(head + r_.inner, slot, keys);
+            write(head + r_.inner + heads.num_kv_heads * dim, slot, values);
         });
         lap(ROTATE);
+    }
+
+    // All KV heads of one token.
+    void write(const float* from, int64_t slot, char* cache) const {
+        const Heads& heads = model_.heads;
+        char* to = cache + slot * heads.num_kv_heads * heads.kv_bytes();
+        for (int64_t i = 0; i < heads.num_kv_heads; i++, to += heads.kv_bytes()) {
+            const float* numbers = from + i * heads.head_dim;
+            if (heads.int8_kv)
+                quantize(numbers, heads.head_dim, reinterpret_cast<int8_t*>(to));
+            else
+                narrow(numbers, reinterpret_cast<bf16*>(to), heads.head_dim);
+        }
     }
 
     void add(const bf16* x, int64_t stride, const Matrix& w, Stage stage) {
@@ -177,7 +181,7 @@ class Pass {
                      for (int64_t i = 0; i < rows; i++) {
                          float* to = r_.hidden + (row + i) * r_.hidden_width + panel * PANEL;
                          for (int64_t lane = 0; lane < PANEL; lane += LANES) {
-                             const __m512 x = with_bias(w, panel, sums + i * PANEL, lane);
+                             const __m512 x = _mm512_load_ps(sums + i * PANEL + lane);
                              _mm512_storeu_ps(to + lane, _mm512_loadu_ps(to + lane) + x);
                          }
                      }
@@ -190,8 +194,8 @@ class Pass {
         multiply(team_, r_.x, r_.hidden_width, batch_.num_tokens, w,
                  [&](int64_t row, int64_t rows, int64_t panel, const float* sums) {
                      for (int64_t i = 0; i < rows; i++) {
-                         const __m512 gate = with_bias(w, panel, sums + i * PANEL, 0);
-                         const __m512 up = with_bias(w, panel, sums + i * PANEL, LANES);
+                         const __m512 gate = _mm512_load_ps(sums + i * PANEL);
+                         const __m512 up = _mm512_load_ps(sums + i * PANEL + LANES);
                          bf16* to = r_.act + (row + i) * r_.act_width + panel * LANES;
                          _mm256_storeu_si256((__m256i*)to, narrow(silu(gate) * up));
                      }
@@ -229,7 +233,13 @@ class Pass {
 extern "C" {
 
 // panels: room for round_up(n, 32) * round_up(k, 2) numbers.
-void decoder_pack(const bf16* w, int64_t n, int64_t k, bf16* panels) { pack(w, n, k, panels); }
+void decoder_pack_bf16(const bf16* w, int64_t n, int64_t k, bf16* panels) {
+    pack(w, n, k, panels);
+}
+
+void decoder_pack_int8(const int8_t* w, int64_t n, int64_t k, int8_t* panels) {
+    pack(w, n, k, panels);
+}
 
 int64_t decoder_memory_bytes(const Model* model, int64_t num_tokens) {
     return Rows(*model, num_tokens, nullptr).bytes;
@@ -239,9 +249,9 @@ Crew* decoder_crew(int num_threads) { return new Crew(num_threads); }
 
 void decoder_dismiss(Crew* crew) { delete crew; }
 
-// kv [num_layers, 2, half_layer numbers]; logits [num_logits_rows, vocab] f32; memory as
+// kv [num_layers, 2, half_layer bytes]; logits [num_logits_rows, vocab] f32; memory as
 // decoder_memory_bytes has it, aligned to 64 bytes; laps [8 * num_layers + 2, 3] (team.h).
-void decoder_forward(const Model* model, const Batch* batch, bf16* kv, int64_t half_layer,
+void decoder_forward(const Model* model, const Batch* batch, char* kv, int64_t half_layer,
                      float* logits, char* memory, Crew* crew, double* laps) {
     Team team(crew->size());
     Attention attention(model->heads, *batch);

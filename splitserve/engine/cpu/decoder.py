@@ -42,9 +42,17 @@ class CpuDecoder:
     """
 
     def __init__(
-        self, library: ctypes.CDLL, config: ModelConfig, weights: Weights, rope: Rope
+        self,
+        library: ctypes.CDLL,
+        config: ModelConfig,
+        weights: Weights,
+        rope: Rope,
+        *,
+        int8: bool = False,
+        int8_kv: bool = False,
     ) -> None:
         self._library = _declared(library)
+        self._int8, self._int8_kv = int8, int8_kv
         self._vocab_size = config.vocab_size
         self._alive: list[object] = []  # what the structs point at
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -54,9 +62,18 @@ class CpuDecoder:
         self._model = self._load(config, weights, rope)
 
     @classmethod
-    def load(cls, directory: Path, config: ModelConfig, rope: Rope) -> CpuDecoder | None:
-        """None where this CPU does not multiply bfloat16 as it needs, where nothing can be compiled,
-        and for heads it has no code for.
+    def load(
+        cls,
+        directory: Path,
+        config: ModelConfig,
+        rope: Rope,
+        *,
+        int8: bool = False,
+        int8_kv: bool = False,
+    ) -> CpuDecoder | None:
+        """None where this CPU does not multiply bfloat16 as it needs, where nothing can be
+        compiled, and for heads it has no code for. With `int8`, weights are kept in that; with
+        `int8_kv`, the cache it is called with is.
 
         Raises ConfigError naming what the checkpoint lacks.
         """
@@ -68,11 +85,12 @@ class CpuDecoder:
         if library is None:
             return None
         with open_weights(directory, torch.bfloat16) as weights:
-            return cls(library, config, weights, rope)
+            return cls(library, config, weights, rope, int8=int8, int8_kv=int8_kv)
 
     def __call__(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Write the batch's KV into the cache `kv` and return logits [logits_rows, vocab] in f32."""
-        assert kv.is_contiguous() and kv.dtype == torch.bfloat16, "not this decoder's cache"
+        """Write the batch's KV into the cache `kv`; logits [logits_rows, vocab] in f32."""
+        assert kv.dtype == (torch.int8 if self._int8_kv else torch.bfloat16), kv.dtype
+        assert kv.is_contiguous()
         logits = torch.empty(len(batch.logits_rows), self._vocab_size)
         tables = batch.block_tables
         view = BatchView(
@@ -86,7 +104,7 @@ class CpuDecoder:
         if self._crew.size != torch.get_num_threads():
             self._crew = _Crew(self._library, torch.get_num_threads())
         self._library.decoder_forward(
-            *(self._model, view, kv.data_ptr(), kv[0, 0].numel(), logits.data_ptr()),
+            *(self._model, view, kv.data_ptr(), kv[0, 0].nbytes, logits.data_ptr()),
             *(memory, self._crew.handle, self._laps.ctypes.data),
         )
         self._sampled = len(logits) > 0
@@ -115,6 +133,7 @@ class CpuDecoder:
         self._alive.append(layers)
         return Model(
             *(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5),
+            self._int8_kv,
             *(config.num_layers, config.hidden_size, config.vocab_size, config.norm_eps, layers),
             *(self._kept(outer.embedding), self._kept(outer.norm.float())),
             *(self._packed(Affine(outer.head)), self._kept(cosine), self._kept(sine)),
@@ -131,16 +150,21 @@ class CpuDecoder:
         )
 
     def _packed(self, affine: Affine) -> Matrix:
-        num_rows, num_columns = affine.weight.shape
-        num_panels, num_pairs = -(-num_rows // _PANEL), -(-num_columns // 2)
-        panels = torch.empty(num_panels * _PANEL * num_pairs * 2, dtype=torch.bfloat16)
-        weight = affine.weight.contiguous()
-        self._library.decoder_pack(weight.data_ptr(), num_rows, num_columns, panels.data_ptr())
-        bias = None
-        if affine.bias is not None:
-            padding = num_panels * _PANEL - num_rows
-            bias = self._kept(F.pad(affine.bias.float(), (0, padding)))
-        return Matrix(self._kept(panels), bias, num_panels, num_pairs)
+        weight, scales = affine.weight.contiguous(), None
+        num_rows, num_columns = weight.shape
+        padding = (0, -num_rows % _PANEL)
+        pack = self._library.decoder_pack_bf16
+        if self._int8:
+            weight, scales = quantized(weight)
+            pack = self._library.decoder_pack_int8
+        num_pairs = -(-num_columns // 2)
+        panels = torch.empty((num_rows + padding[1]) * num_pairs * 2, dtype=weight.dtype)
+        pack(weight.data_ptr(), num_rows, num_columns, panels.data_ptr())
+        per_column = (
+            None if numbers is None else self._kept(F.pad(numbers.float(), padding))
+            for numbers in (scales, affine.bias)
+        )
+        return Matrix(self._kept(panels), *per_column, -(-num_rows // _PANEL), num_pairs)
 
     def _kept(self, tensor: Tensor) -> int:
         """The address of a tensor that lives as long as this decoder."""
@@ -158,6 +182,14 @@ class _Crew:
         weakref.finalize(self, library.decoder_dismiss, self.handle)
 
 
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] in int8, and the scale [out] in f32 that each of its rows is to be
+    multiplied by: its largest number becomes 127."""
+    exact = weight.float()
+    scales = exact.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (exact / scales[:, None]).round().to(torch.int8), scales
+
+
 def _interleaved(gate_up: Tensor) -> Tensor:
     """Rows of gate and up, [2 * n, ...], so that a panel holds 16 of one and the same 16 of the
     other; missing rows are zeros."""
@@ -169,8 +201,9 @@ def _interleaved(gate_up: Tensor) -> Tensor:
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.decoder_pack.argtypes = (POINTER, INT, INT, POINTER)
-    library.decoder_pack.restype = None
+    for pack in (library.decoder_pack_bf16, library.decoder_pack_int8):
+        pack.argtypes = (POINTER, INT, INT, POINTER)
+        pack.restype = None
     library.decoder_memory_bytes.argtypes = (ctypes.POINTER(Model), INT)
     library.decoder_memory_bytes.restype = INT
     library.decoder_forward.argtypes = (

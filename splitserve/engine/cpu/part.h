@@ -10,7 +10,7 @@
 
 constexpr int64_t PART = 128;  // tokens, a multiple of PANEL
 
-// The running softmax of some rows: largest score, sum of exponentials, weighted values.
+// The running softmax of some rows: largest score, sum of weights, weighted values.
 struct Softmax {
     float* most;
     float* sum;
@@ -27,8 +27,8 @@ struct Softmax {
     void merge(const Softmax& part, int64_t rows, int64_t width) const {
         for (int64_t r = 0; r < rows; r++) {
             const float next = part.most[r] > most[r] ? part.most[r] : most[r];
-            const __m512 mine = exponential(_mm512_set1_ps(most[r] - next));
-            const __m512 its = exponential(_mm512_set1_ps(part.most[r] - next));
+            const __m512 mine = power_of_two(_mm512_set1_ps(most[r] - next));
+            const __m512 its = power_of_two(_mm512_set1_ps(part.most[r] - next));
             sum[r] = sum[r] * mine[0] + part.sum[r] * its[0];
             most[r] = next;
             for (int64_t i = r * width; i < (r + 1) * width; i += LANES) {
@@ -81,6 +81,7 @@ inline __mmask32 first_numbers(int64_t count) { return count >= 32 ? ~0u : (1u <
 // Where the tokens of a part lie; behind the last one, that one again, up to a whole panel.
 struct TokenRows {
     const bf16* rows[PART];
+    const float* scales;  // [PART] that they are to be multiplied by, or null
     int64_t count;
 };
 
@@ -164,23 +165,32 @@ inline void add_up(const bf16* weights, const TokenRows& values, int64_t dim, fl
     if (column < dim) add_up<R, 1>(weights, values, column, dim, out, width);
 }
 
-// Scores [count] of a row, of which it sees the first `seen`, to weights; their max and sum.
-inline void weigh(const float* scores, int64_t count, int64_t seen, float scale, float* most,
-                  float* sum, bf16* weights) {
+// x, times scales[i ...] if there are any.
+inline __m512 scaled(__m512 x, const float* scales, int64_t i) {
+    return scales ? x * _mm512_loadu_ps(scales + i) : x;
+}
+
+// Scores of a row, of which it sees the first `seen` keys, to weights: 2^(score - the largest one).
+// The largest and the sum of weights come out as they are; the weights for the values,
+// [keys], come with the values' scales.
+inline void weigh(float* scores, const TokenRows& keys, const TokenRows& values, int64_t seen,
+                  float scale, float* most, float* sum, bf16* weights) {
     __m512 largest = _mm512_set1_ps(-INFINITY);
-    seen = std::min(seen, count);
-    for (int64_t i = 0; i < seen; i += LANES)
-        largest = _mm512_mask_max_ps(largest, first_lanes(seen - i), largest,
-                                     _mm512_loadu_ps(scores + i));
-    const float m = _mm512_reduce_max_ps(largest) * scale;
-    __m512 total = _mm512_setzero_ps();
-    for (int64_t i = 0; i < count; i += LANES) {  // behind `seen`, weights are 0
-        const __mmask16 lanes = seen > i ? first_lanes(seen - i) : 0;
-        const __m512 x = _mm512_loadu_ps(scores + i) * scale - m;
-        const __m512 weight = _mm512_maskz_mov_ps(lanes, exponential(x));
-        total = total + weight;
-        _mm256_storeu_si256((__m256i*)(weights + i), narrow(weight));
+    seen = std::min(seen, keys.count);
+    for (int64_t i = 0; i < seen; i += LANES) {
+        const __m512 x = scaled(_mm512_loadu_ps(scores + i) * scale, keys.scales, i);
+        _mm512_storeu_ps(scores + i, x);
+        largest = _mm512_mask_max_ps(largest, first_lanes(seen - i), largest, x);
     }
-    *most = m;
+    *most = _mm512_reduce_max_ps(largest);
+    const __m512 m = _mm512_set1_ps(*most);
+    __m512 total = _mm512_setzero_ps();
+    for (int64_t i = 0; i < keys.count; i += LANES) {  // behind `seen`, weights are 0
+        const __mmask16 lanes = seen > i ? first_lanes(seen - i) : 0;
+        const __m512 weight =
+            _mm512_maskz_mov_ps(lanes, power_of_two(_mm512_loadu_ps(scores + i) - m));
+        total = total + weight;
+        _mm256_storeu_si256((__m256i*)(weights + i), narrow(scaled(weight, values.scales, i)));
+    }
     *sum = _mm512_reduce_add_ps(total);
 }

@@ -32,15 +32,29 @@ inline void norm(float* x, const float* weight, int64_t n, float eps) {
 }
 
 // Turn a head [n] by the angles of its position: cosine and (for the first half negative) sine [n].
-inline void rotate(const float* head, const float* cosine, const float* sine, int64_t n,
-                   bf16* out) {
+inline void rotate(float* head, const float* cosine, const float* sine, int64_t n) {
     const int64_t half = n / 2;
-    float turned[1024];
     for (int64_t i = 0; i < half; i++) {
-        turned[i] = head[i] * cosine[i] + head[half + i] * sine[i];
-        turned[half + i] = head[half + i] * cosine[half + i] + head[i] * sine[half + i];
+        const float left = head[i], right = head[half + i];
+        head[i] = left * cosine[i] + right * sine[i];
+        head[half + i] = right * cosine[half + i] + left * sine[half + i];
     }
-    narrow(turned, out, n);
 }
 
-inline __m512 silu(__m512 x) { return x / (1.0f + exponential(-x)); }
+// n numbers in int8, the largest as 127, and behind them the f32 that they are to be multiplied by.
+inline void quantize(const float* x, int64_t n, int8_t* to) {
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += LANES)
+        most = _mm512_max_ps(most,
+                             _mm512_abs_ps(_mm512_maskz_loadu_ps(first_lanes(n - i), x + i)));
+    const float largest = _mm512_reduce_max_ps(most), scale = largest / 127;
+    const __m512 inverse = _mm512_set1_ps(largest > 0 ? 127 / largest : 0);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const __mmask16 lanes = first_lanes(n - i);
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_maskz_loadu_ps(lanes, x + i) * inverse);
+        _mm512_mask_cvtsepi32_storeu_epi8(to + i, lanes, whole);
+    }
+    std::memcpy(to + n, &scale, sizeof scale);
+}
+
+inline __m512 silu(__m512 x) { return x / (1.0f + power_of_two(x * -LOG2_E)); }

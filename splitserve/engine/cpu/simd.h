@@ -13,6 +13,7 @@
 
 using bf16 = uint16_t;  // the upper half of an f32
 
+constexpr float LOG2_E = 1.442695041f;
 constexpr int LANES = 16;
 constexpr int PANEL = 32;  // columns that a matrix product computes at once
 
@@ -21,6 +22,16 @@ inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 inline __mmask16 first_lanes(int64_t count) {
     return count >= LANES ? 0xffff : (1u << count) - 1;
+}
+
+inline __m512bh load_bf16(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+inline __m512bh load_bf16(const int8_t* from) {  // exact: 7 bits and a sign
+    const auto widen = [&](int at) {
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
+    };
+    return _mm512_cvtne2ps_pbh(widen(LANES), widen(0));
 }
 
 // Two neighbouring numbers in all 16 places.
@@ -44,18 +55,30 @@ inline void narrow(const float* from, bf16* to, int64_t n) {
     }
 }
 
-// e^x to about 1e-7, by 2^n * e^r with |r| <= ln(2) / 2 and a polynomial for e^r (Cephes, expf);
-// 0 from -104 down and for NaN.
-inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));  // of NaN and b, max is b
-    const __m512 n = _mm512_roundscale_ps(x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
-    const __m512 r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+// n numbers in bf16, exactly, and the scale behind them.
+inline float widen(const int8_t* from, int64_t n, bf16* to) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        const __mmask16 lanes = first_lanes(n - i);
+        const __m512i whole = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, from + i));
+        _mm256_mask_storeu_epi16(to + i, lanes, narrow(_mm512_cvtepi32_ps(whole)));
+    }
+    float scale;
+    std::memcpy(&scale, from + n, sizeof scale);
+    return scale;
+}
+
+// 2^x to about 2e-7, by 2^n * 2^r with |r| <= 1/2 and a polynomial for 2^r (Cephes, exp2f); 0 from
+// -150 down and for NaN.
+inline __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-150.0f));  // of NaN and b, max is b
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT);
+    const __m512 r = x - n;
+    __m512 y = _mm512_set1_ps(1.535336188e-4f);
+    y = y * r + 1.339887440e-3f;
+    y = y * r + 9.618437357e-3f;
+    y = y * r + 5.550332471e-2f;
+    y = y * r + 2.402264791e-1f;
+    y = y * r + 6.931472029e-1f;
+    y = y * r + 1.0f;
     return _mm512_scalef_ps(y, n);
 }

@@ -11,7 +11,10 @@ INT = ctypes.c_int64
 class Matrix(ctypes.Structure):
     """`struct Matrix` of matmul.h: one packed weight."""
 
-    _fields_ = (("panels", POINTER), ("bias", POINTER), ("num_panels", INT), ("num_pairs", INT))
+    _fields_ = (
+        *((name, POINTER) for name in ("panels", "scales", "bias")),
+        *((name, INT) for name in ("num_panels", "num_pairs")),
+    )
 
 
 class Layer(ctypes.Structure):
@@ -29,6 +32,7 @@ class Model(ctypes.Structure):
     _fields_ = (
         *((name, INT) for name in ("num_heads", "num_kv_heads", "head_dim")),
         ("scale", ctypes.c_float),
+        ("int8_kv", ctypes.c_int32),
         *((name, INT) for name in ("num_layers", "hidden", "vocab")),
         ("eps", ctypes.c_float),
         ("layers", ctypes.POINTER(Layer)),

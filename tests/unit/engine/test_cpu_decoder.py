@@ -13,6 +13,8 @@ from torch import Tensor
 from splitserve.engine.batch import Chunk
 from splitserve.engine.cpu.decoder import STAGES, CpuDecoder
 from splitserve.engine.model_runner import ModelRunner
+from splitserve.errors import ConfigError
+from splitserve.wire.messages import Region
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.conftest import LoadRunner, expected_logits
 from tests.unit.engine.sequences import Prompts, chunk
@@ -65,9 +67,47 @@ def test_no_further_from_f32_than_torch_is(name: str, tmp_path: Path, load: Load
     assert error("cpu") < 1.1 * error("torch")
 
 
+@pytest.mark.parametrize("changes", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "biases", "sizes that fill no panel", "heads of 80"])
+def test_int8_is_near(name: str, changes: dict[str, str], tmp_path: Path, load: LoadRunner) -> None:
+    """Each number of a row, or of a head's keys and values, is off by at most 1/254 of the largest
+    one: some percent of the logits' spread, and never as much as noise would be."""
+    family, keys = SHAPES[name]
+    directory = make_tiny_model(family, tmp_path, **keys)
+    prompts = Prompts(96)
+    token_ids, blocks = prompts.token_ids(200), prompts.blocks(200)
+    exact = expected_logits(directory, token_ids)
+    logits = everywhere(compiled(load, directory, **changes), token_ids, [1] * 200, blocks)
+    plain = everywhere(compiled(load, directory), token_ids, [1] * 200, blocks)
+    assert not torch.equal(logits, plain), "nothing was rounded"
+    assert (logits - exact).abs().mean() < 0.05 * exact.std()
+
+
+@pytest.mark.parametrize("key", ["quantization", "kv_cache_dtype"])
+def test_int8_needs_the_compiled_decoder(tiny_llama: Path, load: LoadRunner, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} int8 needs dtype bfloat16; it is float32"):
+        load(tiny_llama, dtype="float32", **{key: "int8"})
+    with pytest.raises(ConfigError, match=f"{key} int8 needs attention_backend cpu"):
+        load(tiny_llama, dtype="bfloat16", attention_backend="reference", **{key: "int8"})
+
+
+def test_int8_kv_takes_its_bytes_to_another_runner(tiny_llama: Path, load: LoadRunner) -> None:
+    here, there = (compiled(load, tiny_llama, kv_cache_dtype="int8") for _ in range(2))
+    layout = here.layout
+    assert layout.token_bytes == layout.num_layers * 2 * layout.num_kv_heads * (32 + 4)
+    prompts = Prompts(96)
+    token_ids = prompts.token_ids(40)
+    source, target = prompts.blocks(40), prompts.blocks(40)
+    expected = everywhere(here, token_ids, [39, 1], source)[1]
+    region = Region(0, layout.num_layers, 0, 39, 0, layout.num_kv_heads)
+    there.kv_cache.write(target, region, here.kv_cache.read(source, region))
+    assert torch.equal(there.logits([chunk(token_ids, 39, 40, target)])[0], expected)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["llama", "eight", "heads of 80"])
 def test_a_token_is_the_same_however_its_prompt_is_cut(
-    name: str, tmp_path: Path, load: LoadRunner
+    name: str, kv_cache_dtype: str, tmp_path: Path, load: LoadRunner
 ) -> None:
     family, keys = SHAPES[name]
     directory = make_tiny_model(family, tmp_path, **keys)
@@ -75,7 +115,8 @@ def test_a_token_is_the_same_however_its_prompt_is_cut(
     token_ids, blocks = prompts.token_ids(300), prompts.blocks(300)
     expected: tuple[Tensor, Tensor] | None = None
     for sizes in ([1] * 300, [7, 100, 2, 19, 127, 45], [129, 171], [16] * 18 + [12]):
-        runner = compiled(load, directory, num_threads=1 + len(sizes) % 3)
+        num_threads = 1 + len(sizes) % 3
+        runner = compiled(load, directory, num_threads=num_threads, kv_cache_dtype=kv_cache_dtype)
         logits = everywhere(runner, token_ids, sizes, blocks)
         kept = runner.kv_cache.tensor.clone()
         ends = torch.tensor(sizes).cumsum(0) - 1
