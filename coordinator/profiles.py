@@ -1,5 +1,8 @@
 """Profiles that run: what observed workers tell and which requests end, as lines of NDJSON.
 
+    begin ──── duration_s ────► ends_at ─ GRACE_S ─► closes_at ── MAX_READ_S ──► cut off
+          workers tell               the last of it           the client reads
+
 A profile has a bound: a client that reads too slowly loses lines, and hears how many.
 """
 
@@ -20,6 +23,7 @@ from splitserve.wire import messages as m
 MAX_WAITING = 100_000  # rows and other entries that wait for a client; 80 MB
 MAX_PROFILES = 4  # that run at once
 GRACE_S = 1.5  # for what workers still have to tell when the time is over
+MAX_READ_S = 60.0  # for a client to read what waits then
 _ENDED_AT = COLUMNS.index("ended_at")
 
 Line = dict[str, Any]
@@ -31,6 +35,7 @@ class Profile:
 
     began_at: float
     order: m.Observe
+    head: Line
     worker_ids: set[str]  # who was told to tell
     num_lost: int = 0
     num_waiting: int = 0
@@ -39,6 +44,15 @@ class Profile:
     @property
     def ends_at(self) -> float:
         return self.began_at + self.order.duration_s
+
+    @property
+    def closes_at(self) -> float:
+        return self.ends_at + GRACE_S
+
+    @property
+    def longest_s(self) -> float:
+        """How long its answer may take."""
+        return self.order.duration_s + GRACE_S + MAX_READ_S
 
     def tell(self, line: Line) -> None:
         num_entries = _num_entries(line)
@@ -50,10 +64,15 @@ class Profile:
 
     async def next(self, timeout_s: float) -> Line | None:
         """The next line; None when there is none in time."""
-        try:
-            line = await asyncio.wait_for(self.lines.get(), timeout_s)
-        except TimeoutError:
-            return None
+        if self.lines.empty():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    line = await self.lines.get()
+            except TimeoutError:
+                return None
+        else:
+            await asyncio.sleep(0)  # who reads quickly must not have the event loop for itself
+            line = self.lines.get_nowait()
         self.num_waiting -= _num_entries(line)
         return line
 
@@ -65,36 +84,39 @@ class Profiles:
         self._clock = clock
         self._running: set[Profile] = set()
 
-    def check_room(self) -> None:
-        """Raises OverloadedError when as many profiles run as may."""
+    def begin(self, order: m.Observe, workers: Sequence[Worker], start: Line) -> Profile:
+        """A profile of `workers`, whom the caller tells. `end` must follow.
+
+        Raises OverloadedError when as many profiles run as may.
+        """
         if len(self._running) >= MAX_PROFILES:
             raise OverloadedError(f"{MAX_PROFILES} profiles are running, and more may not")
-
-    async def lines(
-        self, order: m.Observe, workers: Sequence[Worker], start: Line, on_end: Callable[[], None]
-    ) -> AsyncIterator[Line]:
-        """Everything of a profile that begins now. Whoever calls this tells `workers`.
-
-        `on_end` is called when no profile runs any more, also when its client has left.
-        """
-        profile = Profile(self._clock(), order, {worker.worker_id for worker in workers})
+        head = {"type": "start", "duration_s": order.duration_s, **start}
+        head |= {"columns": COLUMNS, "workers": [*map(facts_line, workers)]}
+        worker_ids = {worker.worker_id for worker in workers}
+        profile = Profile(self._clock(), order, head, worker_ids)
         self._running.add(profile)
-        try:
-            head = {"type": "start", "duration_s": order.duration_s, **start}
-            yield {**head, "columns": COLUMNS, "workers": [*map(facts_line, workers)]}
-            while (left_s := profile.ends_at + GRACE_S - self._clock()) > 0:
-                if (line := await profile.next(left_s)) is None:
-                    break
-                yield line
-            self._running.discard(profile)
-            while not profile.lines.empty():
-                yield profile.lines.get_nowait()
-            observed_s = min(self._clock(), profile.ends_at) - profile.began_at
-            yield {"type": "end", "at": observed_s, "num_lost": profile.num_lost}
-        finally:
-            self._running.discard(profile)
-            if not self._running:
-                on_end()
+        return profile
+
+    def end(self, profile: Profile) -> bool:
+        """Its client has all of it, or is gone. Whether nobody looks any more."""
+        self._running.discard(profile)
+        return not self._open()
+
+    async def lines(self, profile: Profile) -> AsyncIterator[Line]:
+        """Everything of a profile, from its start to its end."""
+        yield profile.head
+        while line := await profile.next(profile.closes_at - self._clock()):
+            yield line
+            if line["type"] == "error":
+                return
+        observed_s = min(self._clock(), profile.ends_at) - profile.began_at
+        yield {"type": "end", "at": observed_s, "num_lost": profile.num_lost}
+
+    def give_up(self, reason: str) -> None:
+        """No profile goes on: each ends with an error, behind what waits."""
+        for profile in self._running:
+            profile.lines.put_nowait({"type": "error", "error": {"message": reason}})
 
     def newcomers(self, workers: Iterable[Worker]) -> list[Send]:
         """What to tell those of `workers` that joined while profiles run."""
@@ -109,13 +131,14 @@ class Profiles:
                     sends.append(Send(worker.identity, replace(profile.order, duration_s=left_s)))
         return sends
 
-    def observed(self, message: m.Observed) -> None:
-        """What a worker told of itself."""
+    def observed(self, message: m.Observed) -> bool:
+        """What a worker told of itself. Whether anybody looks."""
         now = self._clock()
-        for profile in self._running:
+        open_profiles = self._open()
+        for profile in open_profiles:
             at = now - profile.began_at
             profile.num_lost += message.num_lost
-            if rows := [_since(row, at) for row in message.rows]:
+            if rows := _rows_since(message.rows, at):
                 profile.tell({"type": "steps", "worker_id": message.worker_id, "rows": rows})
             for window in message.windows:
                 evidence = asdict(window.evidence)
@@ -123,12 +146,18 @@ class Profiles:
                 profile.tell({"type": "window", "worker_id": message.worker_id, **told})
             if events := [[k.name, at - k.age_s, k.duration_s] for k in message.kernels]:
                 profile.tell({"type": "kernels", "worker_id": message.worker_id, "events": events})
+        return bool(open_profiles)
 
     def finished(self, timeline: Timeline) -> None:
         """A request came to its end."""
-        for profile in self._running:
+        for profile in self._open():
             at = timeline.arrived_at - profile.began_at
             profile.tell({"type": "request", "at": at, "timing": timeline.report()})
+
+    def _open(self) -> list[Profile]:
+        """Those that take what is told."""
+        now = self._clock()
+        return [profile for profile in self._running if now < profile.closes_at]
 
 
 def _num_entries(line: Line) -> int:
@@ -156,9 +185,13 @@ def facts_line(worker: Worker) -> Line:
     }
 
 
-def _since(row: Sequence[float], at: float) -> list[float]:
-    """A row whose `ended_at` is seconds since the profile began."""
-    values = list(row)
-    if len(values) == len(COLUMNS):
-        values[_ENDED_AT] = at - values[_ENDED_AT]
-    return values
+def _rows_since(rows: Iterable[Sequence[float]], at: float) -> list[list[float]]:
+    """`ended_at` becomes seconds since the profile began; what ended before is not part of it."""
+    found = []
+    for values in map(list, rows):
+        if len(values) == len(COLUMNS):
+            values[_ENDED_AT] = at - values[_ENDED_AT]
+            if values[_ENDED_AT] < 0:
+                continue
+        found.append(values)
+    return found

@@ -17,7 +17,8 @@ from coordinator.cluster_view import cluster_sample, cluster_view
 from coordinator.limits import Limits
 from coordinator.measuring import Measuring
 from coordinator.output import ChoiceOutput
-from coordinator.profiles import Profiles
+from coordinator.profiles import Profile, Profiles
+from coordinator.registry import Worker
 from coordinator.state import State
 from coordinator.tickets import Call, TicketBox
 from splitserve.config import CoordinatorConfig, Role
@@ -112,6 +113,8 @@ class Service:
                 continue
             if isinstance(event, e.MessageReceived):
                 self._measuring.heard(event.message)
+            if isinstance(event, e.ShutdownRequested):
+                self._profiles.give_up("the coordinator stops")
             self._perform(self._state.handle(event, time.monotonic()))
             if isinstance(event, e.MessageReceived) and isinstance(event.message, Hello):
                 self._perform(self._profiles.newcomers(self._state.registry.alive()))
@@ -130,8 +133,10 @@ class Service:
 
     def _observed(self, identity: bytes, message: Observed) -> None:
         worker = self._state.registry.by_identity(identity)
-        if worker is not None and worker.worker_id == message.worker_id:
-            self._profiles.observed(message)
+        if worker is None or worker.worker_id != message.worker_id:
+            return
+        if not self._profiles.observed(message):  # a profile that no longer runs asked for it
+            self._perform([self._stop_telling(worker)])
 
     def _deliver(self, action: e.Deliver) -> None:
         piece = self._tickets.deliver(action)
@@ -193,27 +198,33 @@ class Service:
         self._run()
         return worker_ids
 
-    def profile(
-        self, duration_s: float, num_kernel_steps: int = 0
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Have every worker tell what it does; the lines of what it and its requests do.
+    def profile(self, duration_s: float, num_kernel_steps: int = 0) -> Profile:
+        """Have every worker tell what it does; `end_profile` must follow.
 
         Raises OverloadedError.
         """
-        self._profiles.check_room()
         workers = self._state.registry.alive()
         order = Observe(self._state.settings.epoch, duration_s, num_kernel_steps)
-        self._perform([e.Send(worker.identity, order) for worker in workers])
         start = {
             "model": self.config.served_model_names[0],
             "target": dict(self._state.pools.targets),
         }
-        return self._profiles.lines(order, workers, start, self._stop_observing)
-
-    def _stop_observing(self) -> None:
-        order = Observe(self._state.settings.epoch, 0.0)
-        workers = self._state.registry.alive()
+        profile = self._profiles.begin(order, workers, start)
         self._perform([e.Send(worker.identity, order) for worker in workers])
+        return profile
+
+    def profile_lines(self, profile: Profile) -> AsyncIterator[dict[str, Any]]:
+        """What workers and their requests do, as it happens."""
+        return self._profiles.lines(profile)
+
+    def end_profile(self, profile: Profile) -> None:
+        """Its client has all of it, or is gone: when nobody looks any more workers hear of it."""
+        if self._profiles.end(profile):
+            workers = self._state.registry.alive()
+            self._perform([self._stop_telling(worker) for worker in workers])
+
+    def _stop_telling(self, worker: Worker) -> e.Send:
+        return e.Send(worker.identity, Observe(self._state.settings.epoch, 0.0))
 
     def cluster(self) -> dict[str, object]:
         """As GET /cluster shows it."""

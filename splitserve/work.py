@@ -13,6 +13,12 @@ class Ceilings:
     bytes_per_s: float  # of a copy: bytes read plus bytes written
     flops_per_s: float  # of a large matmul; a multiply and an add are two
 
+    def highest(self, other: Ceilings) -> Ceilings:
+        """The better of each."""
+        return Ceilings(
+            max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepWork:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from splitserve.config import ROLE_CONFIG_ENV, WorkerConfig, from_json
-from splitserve.engine.ceilings import ceilings
+from splitserve.engine.ceilings import ceilings, keep_achieved
 from splitserve.engine.kv_cache import DTYPES
 from splitserve.engine.model_runner import ModelRunner
 from splitserve.errors import SplitserveError
@@ -19,6 +19,7 @@ from splitserve.models import fingerprint
 from splitserve.process import die_with_parent
 from splitserve.profiling.recorder import Recorder
 from splitserve.wire import messages as m
+from splitserve.work import Ceilings
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +54,14 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
 
 
 def make_recorder(runner: ModelRunner) -> Recorder:
-    """The worker's stopwatch. What this machine can do is measured once, and remembered."""
-    roofs = ceilings(DTYPES[runner.layout.dtype], runner.num_threads, "cpu")
-    return Recorder(roofs, runner.work_model.weight_bytes)
+    """The worker's stopwatch. What this machine can do is measured, and remembered."""
+    weight_bytes = runner.work_model.weight_bytes
+    machine = DTYPES[runner.layout.dtype], runner.num_threads, "cpu"
+
+    def keep(achieved: Ceilings) -> None:
+        keep_achieved(achieved, weight_bytes, *machine)
+
+    return Recorder(ceilings(*machine), weight_bytes, on_raised=keep)
 
 
 def facts_of(

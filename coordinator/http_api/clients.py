@@ -51,22 +51,32 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. `on_close` is called once, however the stream ends."""
+    """Server-sent events. `on_close` is called once, however the stream ends.
+
+    After `timeout_s` it is cut off, however much of it a client has read.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        on_close: Callable[[], None],
+        timeout_s: float | None = None,
+    ) -> None:
         super().__init__()
         self._events = events
         self._on_close = on_close
+        self._timeout_s = timeout_s
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientGoneError):
-                await unless_gone(receive, self._stream(send))
+            with contextlib.suppress(ClientGoneError, TimeoutError):
+                async with asyncio.timeout(self._timeout_s):
+                    await unless_gone(receive, self._stream(send))
         finally:
             self._on_close()
 
@@ -80,6 +90,12 @@ class EventStream(Response):
         async for events in self._events:
             await _soon(send({"type": "http.response.body", "body": events, "more_body": True}))
         await _soon(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+
+class LineStream(EventStream):
+    """The same for lines of JSON."""
+
+    media_type = "application/x-ndjson"
 
 
 async def _soon(sending: Awaitable[None]) -> None:

@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import Request, Response
-from starlette.responses import StreamingResponse
 
 from coordinator.http_api.body import read_object
+from coordinator.http_api.clients import LineStream
 from coordinator.http_api.errors import JsonResponse, dump
 from coordinator.http_api.schemas import ProfileBody, RestartBody, ScaleBody, validate
 from coordinator.service import Service
@@ -50,8 +50,12 @@ async def restart(service: Service, request: Request) -> Response:
 async def profile(service: Service, request: Request) -> Response:
     """What every worker does from now on, as it happens: NDJSON."""
     body = validate(ProfileBody, await read_object(request))
-    lines = service.profile(body.duration_s, body.num_kernel_steps)
-    return StreamingResponse(_ndjson(lines), media_type="application/x-ndjson")
+    running = service.profile(body.duration_s, body.num_kernel_steps)
+    return LineStream(
+        _ndjson(service.profile_lines(running)),
+        on_close=lambda: service.end_profile(running),
+        timeout_s=running.longest_s,
+    )
 
 
 async def _ndjson(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 from rich.console import Console
@@ -43,9 +45,7 @@ def profile(
     from splitserve.profiling.collected import Collector
     from splitserve.profiling.report import require_plots
 
-    for path in (html, trace):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder {path.absolute().parent} to write {path} to")
+    _check_paths(html, trace)
     if html is not None:
         require_plots()
     if kernels and trace is None:
@@ -54,10 +54,25 @@ def profile(
     failure = _collect(collector, address_of(base_url, api_key), duration, kernels)
     if failure is not None and not collector.has_started:
         raise failure
-    _report(collector, html, trace)
+    is_written = _report(collector, html, trace)
     if failure is not None:
         show_error(failure)
+    if failure is not None or not is_written:
         raise typer.Exit(1)
+
+
+def _check_paths(html: Path | None, trace: Path | None) -> None:
+    """Raises ConfigError where nothing can be written, before the wait."""
+    for path in (html, trace):
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder} to write {path} to")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{path} can't be written")
+    if html is not None and trace is not None and html.absolute() == trace.absolute():
+        raise ConfigError(f"{html} can't be the report and the trace")
 
 
 @contextmanager
@@ -107,7 +122,8 @@ def _collect(
     return None if collector.is_whole else StreamBrokenError("the profile ended too early")
 
 
-def _report(collector: Collector, html: Path | None, trace: Path | None) -> None:
+def _report(collector: Collector, html: Path | None, trace: Path | None) -> bool:
+    """Print the table and write the files. Whether all of it could be."""
     from splitserve.profiling.report import html_report
     from splitserve.profiling.table import profile_table
     from splitserve.profiling.trace import write_trace
@@ -120,11 +136,24 @@ def _report(collector: Collector, html: Path | None, trace: Path | None) -> None
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     console.print(profile_table(collected, workers, cluster))
+    is_written = True
     if html is not None:
         made_at = time.strftime("%Y-%m-%d %H:%M")
-        html.write_text(html_report(collected, workers, cluster, made_at), encoding="utf-8")
-        console.print(f"report: {html}", markup=False, soft_wrap=True)
+        text = html_report(collected, workers, cluster, made_at)
+        is_written &= _write(html, lambda file: file.write(text), "report: {}", console)
     if trace is not None:
-        with trace.open("w", encoding="utf-8") as file:
-            write_trace(collected, file)
-        console.print(f"trace: {trace}, for ui.perfetto.dev", markup=False, soft_wrap=True)
+        said = "trace: {}, for ui.perfetto.dev"
+        is_written &= _write(trace, partial(write_trace, collected), said, console)
+    return is_written
+
+
+def _write(path: Path, write: Callable[[TextIO], object], said: str, console: Console) -> bool:
+    """What can't be written is said, and harms nothing else."""
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            write(file)
+    except OSError as error:
+        show_error(ConfigError(f"can't write {path}: {error.strerror}"))
+        return False
+    console.print(said.format(path), markup=False, soft_wrap=True)
+    return True

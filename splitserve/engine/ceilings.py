@@ -1,4 +1,7 @@
-"""What this machine can do at most: measured at the first starts, kept in the user's cache."""
+"""What this machine can do at most: measured at the first starts, and now and then again.
+
+It is kept in the user's cache.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -27,6 +30,8 @@ logger = logging.getLogger(__name__)
 _METHOD = 2
 # Workers that start together, or beside something else, find too little.
 _NUM_STARTS = 5
+# It may have been busy at all of those.
+_FRESH_S = 7 * 86_400.0
 # Source and target together are well beyond the last-level cache of a few cores.
 _COPY_BYTES = 128 << 20
 _COPY_S = 0.1
@@ -47,14 +52,15 @@ def ceilings(dtype: torch.dtype, num_threads: int, device: str) -> Ceilings:
     """
     assert device == "cpu" and num_threads == torch.get_num_threads(), (device, num_threads)
     path, key = cache_path(), _key(dtype, num_threads, device)
+    now = time.time()
     found = _read(path).get(key)
-    if found is not None and found.num_starts >= _NUM_STARTS:
+    if found is not None and found.is_settled(now):
         return found.ceilings
     with _alone(path.with_suffix(".lock")) as alone:
         found = _read(path).get(key)  # of whoever had the lock before
-        if found is not None and found.num_starts >= _NUM_STARTS:
+        if found is not None and found.is_settled(now):
             return found.ceilings
-        measured = _Kept(measure(dtype), 1).with_earlier(found)
+        measured = _Kept(measure(dtype), 1, now).with_earlier(found)
         if alone:
             _keep(path, key, measured)
         return measured.ceilings
@@ -66,15 +72,37 @@ class _Kept:
 
     ceilings: Ceilings
     num_starts: int
+    measured_at: float = 0.0  # the last time, s since the epoch
+
+    def is_settled(self, now: float) -> bool:
+        """Whether there is nothing to measure. Of a time to come it is not known how old it is."""
+        return self.num_starts >= _NUM_STARTS and 0 <= now - self.measured_at < _FRESH_S
 
     def with_earlier(self, kept: _Kept | None) -> _Kept:
         if kept is None:
             return self
-        mine, theirs = self.ceilings, kept.ceilings
-        best = Ceilings(
-            max(mine.bytes_per_s, theirs.bytes_per_s), max(mine.flops_per_s, theirs.flops_per_s)
-        )
-        return _Kept(best, self.num_starts + kept.num_starts)
+        best = self.ceilings.highest(kept.ceilings)
+        return _Kept(best, self.num_starts + kept.num_starts, self.measured_at)
+
+
+def keep_achieved(
+    achieved: Ceilings, weight_bytes: int, dtype: torch.dtype, num_threads: int, device: str
+) -> None:
+    """A worker was above the roofs, which become what it achieved. Waits for nobody.
+
+    Weights that fit into the processor's cache are read faster than memory can be: the bytes of
+    such a model say nothing of the machine.
+    """
+    path, key = cache_path(), _key(dtype, num_threads, device)
+    with _alone(path.with_suffix(".lock"), timeout_s=0.0) as alone:
+        found = _read(path).get(key)
+        if found is None or not alone:
+            return
+        if weight_bytes < _COPY_BYTES:
+            achieved = replace(achieved, bytes_per_s=found.ceilings.bytes_per_s)
+        best = found.ceilings.highest(achieved)
+        if best != found.ceilings:
+            _keep(path, key, replace(found, ceilings=best))
 
 
 def cache_path() -> Path:
@@ -142,7 +170,11 @@ def _read(path: Path) -> dict[str, _Kept]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         found = {
-            key: _Kept(Ceilings(**value["ceilings"]), int(value["num_starts"]))
+            key: _Kept(
+                Ceilings(**value["ceilings"]),
+                int(value["num_starts"]),
+                float(value.get("measured_at", 0.0)),
+            )
             for key, value in kept.items()
         }
         numbers = [n for value in found.values() for n in asdict(value.ceilings).values()]
@@ -168,22 +200,23 @@ def _keep(path: Path, key: str, measured: _Kept) -> None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[bool]:
+def _alone(path: Path, timeout_s: float | None = None) -> Iterator[bool]:
     """Hold the file's lock, which the kernel takes back from the dead; or warn. Yields which."""
+    timeout_s = _LOCK_TIMEOUT_S if timeout_s is None else timeout_s
     with ExitStack() as stack:
         held = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _wait_for_lock(stack.enter_context(path.open("w")))
+            _wait_for_lock(stack.enter_context(path.open("w")), timeout_s)
             held = True
         except OSError as error:
             _warn(error)
         yield held
 
 
-def _wait_for_lock(file: TextIO) -> None:
-    """Raises TimeoutError after 10 s. It polls: flock by itself has no deadline."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+def _wait_for_lock(file: TextIO, timeout_s: float) -> None:
+    """Raises TimeoutError. It polls: flock by itself has no deadline."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

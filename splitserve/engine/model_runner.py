@@ -20,7 +20,7 @@ from splitserve.engine.models.decoder import load_decoder
 from splitserve.engine.models.rope import Rope
 from splitserve.engine.resolve import layout_of, resolve
 from splitserve.engine.sampler import sample
-from splitserve.engine.step_work import StepMeter, WorkModel
+from splitserve.engine.step_work import WorkModel, meter_for
 from splitserve.errors import ConfigError
 from splitserve.request import SampledToken, Sampling
 from splitserve.work import Operation, StepSpent
@@ -46,7 +46,7 @@ class ModelRunner:
         weight_dtype = torch.int8 if quantized else DTYPES[config.dtype]
         self.work_model = WorkModel.from_shapes(model, self.layout, weight_dtype)
         self._decoder = decoder
-        self._meter = StepMeter()
+        self._meter = meter_for(kv_cache.tensor.device)
         self._trace = KernelTrace(on_gpu=kv_cache.tensor.is_cuda)
 
     @classmethod

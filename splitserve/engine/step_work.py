@@ -119,3 +119,46 @@ class StepMeter:
         spent_s, work = self._spent_s, self._work
         self._spent_s, self._work = dict.fromkeys(spent_s, 0.0), StepWork()
         return StepSpent(spent_s["prepare"], spent_s["forward"], spent_s["sample"], work)
+
+
+class CudaStepMeter(StepMeter):
+    """Owns the same by a GPU's own clock: a host clock would time launches only.
+
+    The parts follow each other on one stream and end with a wait for the tokens, so that work of
+    the host in between, which leaves the stream empty, counts just as work of the GPU does. Each
+    part is an NVTX range of its name, for Nsight Systems.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._unread: list[tuple[Part, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def during(self, part: Part) -> Iterator[None]:
+        stream = torch.cuda.current_stream(self._device)
+        began, ended = _event(), _event()
+        with torch.cuda.nvtx.range(part):
+            began.record(stream)
+            try:
+                yield
+            finally:
+                ended.record(stream)
+                self._unread.append((part, began, ended))
+
+    def take(self) -> StepSpent:
+        """As of the other meter. Waits for parts of which nobody has awaited the end."""
+        for part, began, ended in self._unread:
+            ended.synchronize()
+            self._spent_s[part] += began.elapsed_time(ended) / 1000  # of ms
+        self._unread.clear()
+        return super().take()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def meter_for(device: torch.device) -> StepMeter:
+    """The meter whose clock sees what happens on `device`."""
+    return CudaStepMeter(device) if device.type == "cuda" else StepMeter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,17 @@ from splitserve.profiling.entries import (
     number,
     request_from,
     rows_from,
+    text,
     window_from,
 )
+from splitserve.profiling.roofs import roofs_of
 from splitserve.profiling.step_log import COLUMNS, STEP, Rows
+from splitserve.work import Ceilings
 
 # What is kept of a stream at most; the rest is counted. A million rows are 150 MB.
 LIMITS = {"steps": 1_000_000, "window": 100_000, "request": 200_000, "kernels": 200_000}
 _MAX_WORKERS = 1024
-_MAX_LINE_BYTES = 64 << 20
+_MAX_LINE_BYTES = 4 << 20  # the longest is one of a thousand operations, 0.9 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,19 @@ class _Heard:
 
     def profile(self) -> WorkerProfile:
         steps = np.concatenate(self.steps) if self.steps else np.zeros(0, STEP)
-        return WorkerProfile(self.facts, steps, tuple(self.windows), tuple(self.kernels))
+        return WorkerProfile(self._facts(), steps, tuple(self.windows), tuple(self.kernels))
+
+    def _facts(self) -> WorkerFacts:
+        """With roofs as high as the worker has raised them since it was introduced."""
+        said = Ceilings(self.facts.bytes_per_s, self.facts.flops_per_s)
+        if not (said.bytes_per_s and said.flops_per_s):
+            return self.facts
+        roofs = roofs_of((window.evidence for window in self.windows), said)
+        return replace(
+            self.facts,
+            bytes_per_s=number(roofs.bytes_per_s) or said.bytes_per_s,
+            flops_per_s=number(roofs.flops_per_s) or said.flops_per_s,
+        )
 
 
 class Collector:
@@ -107,10 +122,10 @@ class Collector:
             raise StreamBrokenError("the profile ended before it began")
         target = self._start.get("target")
         return Profile(
-            model=str(self._start.get("model", "")),
+            model=text(self._start.get("model", "")),
             asked_s=number(self._start.get("duration_s")),
             observed_s=self.elapsed_s,
-            target={str(role): int(number(wanted)) for role, wanted in dict(target or {}).items()},
+            target={text(role): int(number(wanted)) for role, wanted in dict(target or {}).items()},
             workers=tuple(heard.profile() for heard in self._workers.values()),
             requests=tuple(sorted(self._requests, key=lambda request: request.at)),
             is_whole=self.is_whole,
@@ -121,7 +136,7 @@ class Collector:
     def _take_line(self, line: bytes) -> None:
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self._refuse(line)
         if not isinstance(message, dict):
             return self._refuse(line)
@@ -139,8 +154,8 @@ class Collector:
     def _refuse(self, line: bytes) -> None:
         """Within a profile a bad line is counted; something that begins with one is none."""
         if not self.has_started:
-            text = line[:200].decode(errors="replace")
-            raise StreamBrokenError(f"what answers there sends no profile: {text}")
+            said = text(line[:200].decode(errors="replace"))
+            raise StreamBrokenError(f"what answers there sends no profile: {said}")
         self._num_unreadable += 1
 
     def _take_start(self, message: dict[str, Any]) -> None:
@@ -196,7 +211,7 @@ class Collector:
 
     def _worker(self, worker_id: Any) -> _Heard:
         """Raises ValueError beyond so many workers as no cluster has."""
-        name = str(worker_id)
+        name = text(worker_id)
         if name not in self._workers:
             if len(self._workers) == _MAX_WORKERS:
                 raise ValueError("too many workers")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,9 @@ import numpy as np
 from splitserve.profiling.classify import classify
 from splitserve.profiling.evidence import BOTTLENECKS, Evidence
 from splitserve.profiling.step_log import COLUMNS, STEP, Rows
+
+_MOST = 1e30  # far beyond anything measured; sums and products of a few are finite
+_MAX_TEXT_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +117,21 @@ class Kernel:
 
 
 def number(value: Any) -> float:
-    """0 for what is missing, not finite or no number at all."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """0 for what is missing, not finite, larger than anything or no number at all."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST:
         return 0.0
     return float(value)
 
 
+def text(value: Any) -> str:
+    """One short line that every terminal and file can show."""
+    shown = str(value)[:_MAX_TEXT_CHARS]
+    return shown if shown.isprintable() else "".join(c if c.isprintable() else "?" for c in shown)
+
+
 def facts_from(said: Mapping[str, Any]) -> WorkerFacts:
     """Raises KeyError without a worker_id."""
-    return WorkerFacts(**{**_known(WorkerFacts, said), "worker_id": str(said["worker_id"])})
+    return WorkerFacts(**{**_known(WorkerFacts, said), "worker_id": text(said["worker_id"])})
 
 
 def guessed_facts(worker_id: str) -> WorkerFacts:
@@ -147,21 +155,22 @@ def request_from(said: Mapping[str, Any]) -> Request:
         seconds=_numbers({k: v for k, v in timing.items() if k.endswith("_s")}),
         moments=_numbers(timing.get("moments") or {}),
         num_kv_bytes=int(number(timing.get("num_kv_bytes"))),
-        prefill_worker_id=str(timing.get("prefill_worker_id") or ""),
-        decode_worker_id=str(timing.get("decode_worker_id") or ""),
+        prefill_worker_id=text(timing.get("prefill_worker_id") or ""),
+        decode_worker_id=text(timing.get("decode_worker_id") or ""),
     )
 
 
 def kernel_from(said: Sequence[Any]) -> Kernel:
     """Raises ValueError."""
     name, start_s, duration_s = said
-    return Kernel(str(name), number(start_s), max(0.0, number(duration_s)))
+    return Kernel(text(name), number(start_s), max(0.0, number(duration_s)))
 
 
 def rows_from(columns: Sequence[str], said: Sequence[Sequence[Any]]) -> Rows:
     """Rows of STEP; a column that was not sent is 0. Raises ValueError for rows of uneven length,
     TypeError for what is no number."""
     values = np.nan_to_num(np.array(said, dtype="f8").reshape(len(said), len(columns)))
+    values = values.clip(-_MOST, _MOST)
     rows: Rows = np.zeros(len(said), STEP)
     for name, column in zip(columns, values.T, strict=True):
         if name in COLUMNS:
@@ -183,6 +192,6 @@ def _known(kind: type[Any], said: Mapping[str, Any]) -> dict[str, Any]:
         if field.name in said and field.default is not dataclasses.MISSING:
             value, default = said[field.name], field.default
             known[field.name] = (
-                str(value) if isinstance(default, str) else type(default)(number(value))
+                text(value) if isinstance(default, str) else type(default)(number(value))
             )
     return known

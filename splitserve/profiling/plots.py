@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,17 +64,18 @@ _STYLE = {
     "ytick.color": _GREY,
     "svg.hashsalt": "splitserve",
 }
+_Shown = TypeVar("_Shown")
 
 
-def draw(plot: Callable[[Figure, Profile], None], profile: Profile, height_in: float) -> str:
-    """One plot as an <svg> element."""
+def draw(plot: Callable[[Figure, _Shown], None], shown: _Shown, height_in: float) -> str:
+    """One plot of a profile, or of something else, as an <svg> element."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     style: dict[Any, Any] = dict(_STYLE)
     with rc_context(style):
         figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
-        plot(figure, profile)
+        plot(figure, shown)
         text = io.StringIO()
         nobody = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=nobody)

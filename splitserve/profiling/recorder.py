@@ -17,6 +17,7 @@ from typing import Any
 
 from splitserve.profiling.classify import classify
 from splitserve.profiling.evidence import PHASES, SLOT_LIMITS, Evidence, Phase, SlotLimit
+from splitserve.profiling.roofs import raised
 from splitserve.profiling.step_log import StepLog
 from splitserve.work import Ceilings, StepSpent, StepWork
 
@@ -46,13 +47,16 @@ class Recorder:
         ceilings: Ceilings,
         weight_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        on_raised: Callable[[Ceilings], None] = lambda roofs: None,
     ) -> None:
+        """`on_raised` gets the ceilings whenever a window turns out to be above them."""
         self.log = StepLog()
         self.evidence: Evidence | None = None  # of the last whole window
         self.closed_at = 0.0  # when that one ended
         self.ceilings = ceilings
         self.weight_bytes = weight_bytes
         self._clock = clock
+        self._on_raised = on_raised
         self._lapped_at = self._window_began = clock()
         self._spent = [0.0] * len(PHASES)  # seconds in each phase, since the start
         self._before_row = list(self._spent)
@@ -115,7 +119,10 @@ class Recorder:
         times = [now - then for now, then in zip(self._spent, self._before_window, strict=True)]
         window_s = self._lapped_at - self._window_began
         number = self.evidence.window + 1 if self.evidence is not None else 1
-        evidence = self._sums.evidence(number, window_s, times)
+        evidence, roofs = raised(self._sums.evidence(number, window_s, times), self.ceilings)
+        if roofs != self.ceilings:
+            self.ceilings = roofs
+            self._on_raised(roofs)
         self.evidence = dataclasses.replace(evidence, bottleneck=classify(evidence))
         self._steady = None
         for wait in _WAITS:

@@ -95,14 +95,14 @@ _PLOTS = (
 )
 
 
-def require_plots() -> None:
-    """Raises ConfigError without the extra `plots`."""
+def require_plots(what: str = "the HTML report") -> None:
+    """Raises ConfigError, naming what needs it, without the extra `plots`."""
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"the HTML report needs {error.name}; install it: pip install 'splitserve[plots]'"
+            f"{what} needs {error.name}; install it: pip install 'splitserve[plots]'"
         ) from error
 
 

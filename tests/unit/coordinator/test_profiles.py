@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.profiles import MAX_PROFILES, MAX_WAITING, Profiles
+from coordinator.profiles import GRACE_S, MAX_PROFILES, MAX_WAITING, Profiles
+from splitserve.profiling.step_log import COLUMNS
 from splitserve.wire import messages as m
 from tests.unit.coordinator.running import RunningCoordinator
 from tests.unit.coordinator.scripted_worker import ScriptedWorker
@@ -103,9 +104,8 @@ def test_a_worker_that_joins_is_introduced_and_observed(empty: RunningCoordinato
 
 
 def test_a_client_that_leaves_ends_the_observing(coordinator: RunningCoordinator) -> None:
-    with profile(coordinator, duration_s=600) as lines:
-        next(lines)
-        assert not any(map(is_over, coordinator.workers))
+    with profile(coordinator, duration_s=600):
+        coordinator.wait(lambda: not any(map(is_over, coordinator.workers)), "Observe")
     coordinator.wait(lambda: all(map(is_over, coordinator.workers)), "the end of observing")
 
 
@@ -132,7 +132,7 @@ def test_a_client_that_reads_slowly_gets_what_waits_and_hears_what_was_lost() ->
 
     async def read() -> list[Line]:
         nonlocal now
-        lines = profiles.lines(m.Observe("e", 1.0), [], {}, lambda: None)
+        lines = profiles.lines(profiles.begin(m.Observe("e", 1.0), [], {}))
         start = await anext(lines)
         for _ in range(MAX_WAITING // 1000 + 3):
             profiles.observed(kernels(1000))
@@ -142,3 +142,50 @@ def test_a_client_that_reads_slowly_gets_what_waits_and_hears_what_was_lost() ->
     lines = asyncio.run(read())
     assert len(lines) == 2 + MAX_WAITING // 1000
     assert lines[-1]["num_lost"] == 3000
+
+
+def step(age_s: float) -> tuple[float, ...]:
+    """A row of the step log that ended so long ago."""
+    return (age_s, *[0.0] * (len(COLUMNS) - 1))
+
+
+def test_steps_from_before_a_profile_are_told_to_an_older_one_only() -> None:
+    now = 0.0
+    profiles = Profiles(lambda: now)
+    older = profiles.begin(m.Observe("e", 60.0), [], {})
+    now = 10.0
+    younger = profiles.begin(m.Observe("e", 60.0), [], {})
+    now = 12.0
+    assert profiles.observed(m.Observed("w", "e", (step(3.0), step(1.0)), (), 0))
+    told = [[row[0] for row in one.lines.get_nowait()["rows"]] for one in (older, younger)]
+    assert told == [[9.0, 11.0], [1.0]]
+
+
+def test_nobody_looks_when_the_time_is_over_however_slowly_a_client_reads() -> None:
+    now = 0.0
+    profiles = Profiles(lambda: now)
+    long, short = (profiles.begin(m.Observe("e", s), [], {}) for s in (600.0, 1.0))
+    assert not profiles.end(long), "the other one goes on"
+    assert profiles.observed(kernels(1))
+    now = 1.0 + GRACE_S
+    assert not profiles.observed(kernels(1))
+    assert profiles.end(short)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_client_that_leaves_just_when_a_line_comes_is_not_missed(num_turns: int) -> None:
+    """asyncio.wait_for, before Python 3.12, returns its result instead of being cancelled then."""
+
+    async def leave() -> bool:
+        profiles = Profiles(lambda: 0.0)
+        profile = profiles.begin(m.Observe("e", 60.0), [], {})
+        waiting = asyncio.create_task(profile.next(60.0))
+        await asyncio.sleep(0.001)
+        profiles.observed(kernels(1))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        was_waiting = waiting.cancel()
+        await asyncio.wait([waiting])
+        return waiting.cancelled() == was_waiting
+
+    assert asyncio.run(leave())

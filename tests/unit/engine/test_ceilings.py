@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from splitserve.engine import ceilings as module
-from splitserve.engine.ceilings import cache_path, ceilings, measure
+from splitserve.engine.ceilings import cache_path, ceilings, keep_achieved, measure
 from splitserve.work import Ceilings
 
 DTYPE = torch.float32
@@ -33,11 +34,11 @@ def ask(dtype: torch.dtype = DTYPE) -> Ceilings:
     return ceilings(dtype, torch.get_num_threads(), "cpu")
 
 
-def keep(found: Ceilings, num_starts: int = module._NUM_STARTS) -> None:
+def keep(found: Ceilings, num_starts: int = module._NUM_STARTS, age_s: float = 60.0) -> None:
     """Put other numbers, that nobody measures, in the place of what is kept of the only key."""
     [key] = json.loads(cache_path().read_text())
     values = {"bytes_per_s": found.bytes_per_s, "flops_per_s": found.flops_per_s}
-    kept = {"ceilings": values, "num_starts": num_starts}
+    kept = {"ceilings": values, "num_starts": num_starts, "measured_at": time.time() - age_s}
     cache_path().write_text(json.dumps({key: kept}))
 
 
@@ -67,6 +68,54 @@ def test_after_the_first_starts_nothing_is_measured() -> None:
     assert ask() == Ceilings(1.0, 2.0)
     names = {path.name for path in cache_path().parent.iterdir()}
     assert names == {cache_path().name, cache_path().with_suffix(".lock").name}
+
+
+@pytest.mark.parametrize("age_s", [8 * 86_400.0, -86_400.0], ids=["old", "of a clock set back"])
+def test_old_ones_are_measured_again_and_the_best_is_kept(age_s: float) -> None:
+    """The machine may have been busy at all of the first starts."""
+    ask()
+    keep(Ceilings(1.0, 1e18), age_s=age_s)
+    found = ask()
+    assert found.bytes_per_s > 1.0 and found.flops_per_s == 1e18
+    keep(Ceilings(1.0, 2.0))
+    assert ask() == Ceilings(1.0, 2.0), "once a week"
+
+
+def test_a_file_without_dates_is_old() -> None:
+    ask()
+    [(key, value)] = json.loads(cache_path().read_text()).items()
+    kept = {"ceilings": {**value["ceilings"], "flops_per_s": 1e18}, "num_starts": 9}
+    cache_path().write_text(json.dumps({key: kept}))
+    assert ask().flops_per_s == 1e18
+    [kept] = json.loads(cache_path().read_text()).values()
+    assert kept["num_starts"] == 10 and kept["measured_at"] > 0
+
+
+def achieve(achieved: Ceilings, weight_bytes: int) -> Ceilings:
+    """What is kept afterwards."""
+    keep_achieved(achieved, weight_bytes, DTYPE, torch.get_num_threads(), "cpu")
+    [kept] = json.loads(cache_path().read_text()).values()
+    return Ceilings(**kept["ceilings"])
+
+
+def test_what_a_worker_achieved_is_kept() -> None:
+    ask()
+    keep(Ceilings(10.0, 10.0))
+    large, small = module._COPY_BYTES, module._COPY_BYTES - 1
+    assert achieve(Ceilings(9.0, 11.0), large) == Ceilings(10.0, 11.0)
+    assert achieve(Ceilings(12.0, 12.0), small) == Ceilings(10.0, 12.0), "read from a cache"
+    assert achieve(Ceilings(12.0, 5.0), large) == Ceilings(12.0, 12.0)
+    assert ask() == Ceilings(12.0, 12.0), "and is no start"
+
+
+def test_who_achieved_something_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """It is a worker in the midst of its work."""
+    ask()
+    keep(Ceilings(1.0, 1.0))
+    with cache_path().with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert achieve(Ceilings(2.0, 2.0), module._COPY_BYTES) == Ceilings(1.0, 1.0)
+    assert "locked" in caplog.text
 
 
 def test_another_dtype_and_another_number_of_threads_have_ceilings_of_their_own() -> None:

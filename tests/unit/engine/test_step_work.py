@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from splitserve.config import KVLayout
 from splitserve.engine.models.config import ModelConfig, read_config
-from splitserve.engine.step_work import StepMeter, WorkModel
-from splitserve.work import StepWork
+from splitserve.engine.step_work import CudaStepMeter, StepMeter, WorkModel, meter_for
+from splitserve.work import StepSpent, StepWork
 from tests.tiny_models import LLAMA
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -157,3 +160,64 @@ def test_a_meter_sums_until_it_is_asked() -> None:
     assert spent.prepare_s == 0 and spent.forward_s > 0 and spent.sample_s > 0
     again = meter.take()
     assert (again.work, again.forward_s, again.sample_s) == (StepWork(), 0, 0)
+
+
+def test_the_meter_goes_by_the_device() -> None:
+    """Also on a machine without a GPU: making one touches no driver."""
+    assert type(meter_for(torch.device("cpu"))) is StepMeter
+    assert type(meter_for(torch.device("cuda"))) is CudaStepMeter
+    assert type(meter_for(torch.device("cuda", 3))) is CudaStepMeter
+
+
+class Gpu:
+    """Stands for torch.cuda where there is none: events that happen when they are awaited."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.ranges: list[str] = []
+        self.log: list[str] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                self.at_ms = float("nan")
+
+            def record(self, stream: str) -> None:
+                self.at_ms = gpu.now_ms
+                gpu.log.append(f"record on {stream} in {gpu.ranges}")
+
+            def synchronize(self) -> None:
+                gpu.log.append("synchronize")
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at_ms - self.at_ms
+
+        @contextmanager
+        def range_of(name: str) -> Iterator[None]:
+            self.ranges.append(name)
+            yield
+            self.ranges.pop()
+
+        self.Event = Event
+        self.nvtx = SimpleNamespace(range=range_of)
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"{device}'s stream"
+
+
+def test_a_cuda_meter_reads_its_events_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    monkeypatch.setattr(torch, "cuda", gpu)
+    meter = meter_for(torch.device("cuda", 1))
+    for forward_ms in (500, 250):
+        with meter.during("forward"):
+            gpu.now_ms += forward_ms
+        meter.did(StepWork(3, 5))
+    with pytest.raises(ZeroDivisionError), meter.during("sample"):
+        gpu.now_ms += 125
+        1 / 0  # noqa: B018
+    assert "synchronize" not in gpu.log
+    assert set(gpu.log) == {f"record on cuda:1's stream in ['{p}']" for p in ("forward", "sample")}
+    assert meter.take() == StepSpent(0.0, 0.75, 0.125, StepWork(6, 10))
+    assert meter.take() == StepSpent()

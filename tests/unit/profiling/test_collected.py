@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 from typing import Any
@@ -12,6 +13,7 @@ from splitserve.errors import RequestFailedError, StreamBrokenError
 from splitserve.profiling.collected import LIMITS, Collector
 from splitserve.profiling.evidence import Evidence
 from splitserve.profiling.step_log import COLUMNS
+from splitserve.profiling.trace import write_trace
 from tests.unit.profiling.profiles import profile_of
 from tests.unit.profiling.recorded import DECODE_BOUND, PREFILL_BOUND, facts, lines, stream
 
@@ -175,3 +177,47 @@ def test_stages_follow_each_other_and_fill_the_request() -> None:
         for before, after in itertools.pairwise(stages):
             assert after.start_s == pytest.approx(before.start_s + before.duration_s)
         assert sum(stage.duration_s for stage in stages) == pytest.approx(request.e2e_s)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [1e308, -1e308, 10**400, float("inf"), float("nan"), "1", True],
+    ids=lambda number: repr(number)[:8],
+)
+def test_a_number_that_nothing_measures_is_none(number: Any) -> None:
+    """Sums and products of the largest floats are infinite, and no trace can show those."""
+    collector = Collector()
+    collector.feed(encoded({**START, "duration_s": number, "target": {"decode": number}}))
+    collector.feed(encoded({"type": "request", "at": number, "timing": {"e2e_s": number}}))
+    rows = [[number if name == "ended_at" else 0 for name in COLUMNS]]
+    if isinstance(number, float):
+        collector.feed(encoded({"type": "steps", "worker_id": "decode-0-aa", "rows": rows}))
+    profile = collector.profile()
+    assert (profile.asked_s, profile.target, profile.num_unreadable) == (0.0, {"decode": 0}, 0)
+    assert [(request.at, request.e2e_s) for request in profile.requests] == [(0.0, 0.0)]
+    write_trace(profile, io.StringIO())
+
+
+def test_names_are_short_and_can_be_shown() -> None:
+    """Half a surrogate pair can't be printed, and a terminal obeys escapes."""
+    collector = Collector()
+    collector.feed(
+        encoded({**START, "model": "\ud800", "workers": [facts("a\x1b[2J\nb", "decode")]})
+    )
+    kernels = {"type": "kernels", "worker_id": "\udfff", "events": [["k" * 500, 0.0, 0.1]]}
+    collector.feed(encoded(kernels))
+    profile = collector.profile()
+    assert profile.model == "?"
+    assert [worker.facts.worker_id for worker in profile.workers] == ["a?[2J?b", "?"]
+    assert profile.workers[1].kernels[0].name == "k" * 200
+
+
+def test_a_roof_that_a_worker_has_raised_meanwhile_is_raised_here() -> None:
+    """Its facts are those of its start; no dot may lie above the roof that is drawn."""
+    collector = Collector()
+    worker = {**facts("decode-0-aa", "decode"), "bytes_per_s": 1e9, "flops_per_s": 1e12}
+    beyond = {"num_bytes": 4e9, "memory_floor_s": 2.0, "forward_s": 2.0, "floor_s": 2.0}
+    below = {"num_flops": 1e12, "compute_floor_s": 1.0, "forward_s": 4.0, "floor_s": 1.0}
+    collector.feed(encoded({**START, "workers": [worker]}, window(**beyond), window(**below)))
+    found = collector.profile().workers[0].facts
+    assert (found.bytes_per_s, found.flops_per_s) == (2e9, 1e12)

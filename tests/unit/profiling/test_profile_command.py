@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.calls import address_of
+from splitserve.errors import SplitserveError, StreamBrokenError
+from splitserve.profiling import fetch
 from tests.unit.profiling.recorded import PREFILL_BOUND, stream
 from tests.unit.scripted_server import Exchange, Handler, scripted_server
+from tests.waiting import wait_until
 
 RECORDED = stream(dataclasses.replace(PREFILL_BOUND, duration_s=4.0))
 
@@ -157,3 +161,80 @@ def test_a_folder_that_is_not_there_is_refused_before_the_wait(tmp_path: Path) -
     done = run("http://127.0.0.1:9", "--trace", str(tmp_path / "no" / "trace.json"))
     assert done.returncode == 2
     assert "there is no folder" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--html", "--trace"])
+def test_what_cant_be_written_is_refused_before_the_wait(tmp_path: Path, option: str) -> None:
+    done = run("http://127.0.0.1:9", option, str(tmp_path))
+    assert done.returncode == 2
+    assert "can't be written" in done.stderr
+
+
+def test_the_report_is_not_written_over_by_the_trace(tmp_path: Path) -> None:
+    path = str(tmp_path / "both")
+    done = run("http://127.0.0.1:9", "--html", path, "--trace", path)
+    assert done.returncode == 2
+    assert "can't be the report and the trace" in done.stderr
+
+
+def test_a_full_disk_costs_no_more_than_the_file(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    with scripted_server(sends(RECORDED)) as server:
+        done = run(server.base_url, "--html", "/dev/full", "--trace", str(trace))
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "splitserve: ConfigError: can't write /dev/full: No space left on device"
+    ]
+    assert "The prefill pool binds: compute." in done.stdout
+    assert json.loads(trace.read_text("utf-8"))["traceEvents"]
+
+
+def test_a_url_that_is_none_is_one_clear_line() -> None:
+    done = run("http://127.0.0.1:x")
+    assert done.returncode == 2
+    assert "is no URL" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def encoded_falsely(exchange: Exchange) -> None:
+    exchange.http.send_response(200)
+    exchange.http.send_header("content-encoding", "gzip")
+    exchange.http.send_header("content-length", "5")
+    exchange.http.end_headers()
+    exchange.http.wfile.write(b"hello")
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        (encoded_falsely, "cut off by DecodingError"),
+        (sends(b"[" * 100_000 + b"\n"), "sends no profile: [[["),
+        (sends(b"x" * (5 << 20)), "longer than 4194304 bytes"),
+    ],
+)
+def test_a_server_that_is_no_splitserve_is_one_clear_line(handler: Handler, message: str) -> None:
+    with scripted_server(handler) as server:
+        done = run(server.base_url)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, StreamBrokenError), (500, SplitserveError)])
+def test_a_server_that_never_ends_is_left(
+    status: int, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends now and then, so that no single read is late."""
+    monkeypatch.setattr(fetch, "_LATEST_S", 0.2)
+    was_left: list[bool] = []
+
+    def handler(exchange: Exchange) -> None:
+        exchange.http.send_response(status)
+        exchange.http.send_header("transfer-encoding", "chunked")
+        exchange.http.end_headers()
+        was_left.append(exchange.wait_for_hang_up())
+
+    with scripted_server(handler) as server:
+        address = address_of(server.base_url, None)
+        with pytest.raises(expected), fetch.profile_stream(address, 0.1) as chunks:
+            list(chunks)
+        wait_until(lambda: was_left == [True], 10, "the server hears of it")

@@ -57,20 +57,55 @@ def test_a_step_is_a_row_with_all_that_came_before_it(world: World) -> None:
 
 
 def test_a_window_closes_with_the_turn_that_makes_it_a_second(world: World) -> None:
-    world.step(0.5)
+    world.step(0.625)
     world.recorder.turned()
     assert world.recorder.evidence is None
-    world.step(0.625)
+    world.step(0.75)
     world.recorder.turned()
     evidence = world.recorder.evidence
     assert evidence is not None
-    assert (evidence.window, evidence.window_s, evidence.num_steps) == (1, 1.125, 2)
-    assert (evidence.forward_s, evidence.cap_s, evidence.other_s) == (1.125, 1.125, 0.0)
+    assert (evidence.window, evidence.window_s, evidence.num_steps) == (1, 1.375, 2)
+    assert (evidence.forward_s, evidence.cap_s, evidence.other_s) == (1.375, 1.375, 0.0)
     assert (evidence.num_bytes, evidence.num_flops) == (120, 200)
     assert evidence.memory_floor_s == pytest.approx(1.2)  # the two floors of a step differ
     assert evidence.compute_floor_s == pytest.approx(0.2)
     assert evidence.floor_s == pytest.approx(1.2)
     assert evidence.bottleneck == "memory"
+
+
+def test_who_is_above_a_roof_lifts_it_and_is_never_above_100_percent() -> None:
+    """Roofs of a machine that was busy when it was measured are too low."""
+    world, kept = World(), list[Ceilings]()
+    world.recorder = Recorder(CEILINGS, WEIGHTS, lambda: world.now, kept.append)
+    for _ in range(4):
+        world.step(0.25)
+    world.recorder.turned()
+    evidence = world.recorder.evidence
+    assert evidence is not None
+    assert kept == [world.recorder.ceilings] == [Ceilings(240.0, 1000.0)], "only the one"
+    assert evidence.efficiency == 1.0
+    assert (evidence.memory_floor_s, evidence.compute_floor_s) == (1.0, 0.4)
+    assert evidence.bottleneck == "memory"
+    world.step(0.25)
+    world.lap("wait", 0.75)
+    world.recorder.turned()
+    assert world.recorder.evidence is not None and world.recorder.evidence.efficiency == 1.0
+    assert len(kept) == 1
+
+
+def test_steps_of_two_kinds_are_no_more_than_100_percent_together() -> None:
+    """Neither rate is above its roof over the whole window, only the floors of both are."""
+    world, kept = World(), list[Ceilings]()
+    world.recorder = Recorder(CEILINGS, WEIGHTS, lambda: world.now, kept.append)
+    for work in (StepWork(num_bytes=60), StepWork(num_flops=600)):
+        world.now += 0.5
+        step = Step(1, 0, 1, 1, "cap", 0)
+        world.recorder.stepped(step, StepSpent(forward_s=0.5, work=work))
+    world.recorder.turned()
+    evidence = world.recorder.evidence
+    assert evidence is not None and evidence.efficiency == 1.0
+    assert (evidence.memory_floor_s, evidence.compute_floor_s) == (0.6, 0.6)
+    assert kept == []
 
 
 def test_the_next_window_begins_where_the_last_one_ended(world: World) -> None:
