@@ -34,7 +34,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/w1.py
+	$(BIN)/python -m benchmarks.compare --workload w1 --repeats 3
 
 bench-profiling: $(STAMP)
 	$(BIN)/python -m benchmarks.step_log smollm2-135m

@@ -2,9 +2,9 @@
 
     python -m benchmarks.attribution [MODEL] [--dtype bfloat16]
 
-Loads: W1 (benchmarks/w1.py), and 8 prompts of 2,000 tokens with 16 tokens out. For each worker the
-shares of the time between its first step and its last, and what no phase has a name for: `other`,
-and what is missing from the sum of all phases by the clock.
+Loads: W1 (splitserve/bench/workloads.py), and 8 prompts of 2,000 tokens with 16 tokens out. For
+each worker the shares of the time between its first step and its last, and what no phase has a name
+for: `other`, and what is missing from the sum of all phases by the clock.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import argparse
 import asyncio
 import threading
 
-from benchmarks.w1 import SPEC, WARM_UP
 from splitserve import Cluster
-from splitserve.bench import BenchSpec, run_bench
+from splitserve.bench import WORKLOADS, BenchSpec, Spec, run_bench
 from splitserve.calls import address_of
 from splitserve.profiling.collected import Collector, Profile, WorkerProfile
 from splitserve.profiling.evidence import HOST_PHASES, PHASES
 from splitserve.profiling.fetch import profile_stream
 
 LONG_PROMPTS = BenchSpec(num_requests=8, prompt_tokens=2000, output_tokens=16, concurrency=4)
-LOADS = {"W1": SPEC, "long prompts": LONG_PROMPTS}
+LOADS = {"W1": WORKLOADS["w1"], "long prompts": LONG_PROMPTS}
+WARM_UP = BenchSpec(num_requests=2, prompt_tokens=256, output_tokens=8, concurrency=2, seed=1)
 HEADING = (
     "| load | worker | steps | wall s | wait | KV wait | forward | host | unattributed |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -59,7 +59,7 @@ def watch(base_url: str, duration_s: float, is_over: threading.Event | None = No
     return collector.profile()
 
 
-async def profiled(spec: BenchSpec, base_url: str, model: str) -> Profile:
+async def profiled(spec: Spec, base_url: str, model: str) -> Profile:
     """A cluster under a load that ends."""
     is_over = threading.Event()
     watching = asyncio.create_task(asyncio.to_thread(watch, base_url, MOST_S, is_over))

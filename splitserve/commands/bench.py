@@ -3,76 +3,107 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from splitserve.commands.options import API_KEY, BASE_URL
 from splitserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from splitserve.bench import BenchSpec, Report
+    from splitserve.bench import Spec
+    from splitserve.bench.measure import Endpoint, Measured
+
+_PIPE_WIDTH = 160  # of a table that no terminal bounds
+_WORKLOAD_HELP = (
+    "w1: 32 requests, 256 tokens in, 64 out, 16 at a time. w2: the same 512-token prefix + 32 own "
+    "tokens, 32 out. w3: for 60 s 4 streams of 400 tokens, with a 2,000-token prompt every 8 s, "
+    "after 15 s without. single: one client, 8 requests as in w1. The options below change parts."
+)
+_WARM_UP_HELP = (
+    "Requests before each measured run. Unset: as many as run at once. Of w3 any number but 0 is "
+    "one round."
+)
+
+
+class Workload(StrEnum):
+    """As `--workload` takes it."""
+
+    w1 = "w1"
+    w2 = "w2"
+    w3 = "w3"
+    single = "single"
 
 
 def bench(  # noqa: PLR0913 (a command's options)
+    context: typer.Context,
     base_url: str = BASE_URL,
     api_key: str | None = API_KEY,
     model: str | None = typer.Option(None, help="Unset: the first the server lists."),
-    num_requests: int = typer.Option(32, min=1),
-    prompt_tokens: int = typer.Option(256, min=1),
-    output_tokens: int = typer.Option(64, min=1),
-    concurrency: int | None = typer.Option(None, min=1, help="Clients at a time. Default: 16."),
-    request_rate: float | None = typer.Option(None, min=1e-6, help="Requests/s, Poisson."),
-    shared_prefix_tokens: int = typer.Option(0, min=0, help="Of the prompt, shared by all."),
+    workload: Workload = typer.Option(Workload.w1, help=_WORKLOAD_HELP),
+    num_requests: int | None = typer.Option(None, min=1),
+    prompt_tokens: int | None = typer.Option(None, min=1),
+    output_tokens: int | None = typer.Option(None, min=1),
+    concurrency: int | None = typer.Option(None, min=1, help="Clients at a time."),
+    request_rate: float | None = typer.Option(
+        None, min=1e-6, help="Requests/s, Poisson, whatever the server does."
+    ),
+    shared_prefix_tokens: int | None = typer.Option(None, min=0, help="Of the prompt, of all."),
+    duration_s: float | None = typer.Option(None, min=0.1, help="Of w3, with long prompts."),
     slo_ttft_s: float | None = typer.Option(None, min=0, help="Bound on the first token."),
     slo_tpot_s: float | None = typer.Option(None, min=0, help="Bound on time per token."),
-    vocab_size: int = typer.Option(32000, min=1001, help="Token ids are drawn below this."),
-    seed: int = typer.Option(0),
+    vocab_size: int | None = typer.Option(
+        None, min=1001, help="Token ids are drawn below this. Default: 32000."
+    ),
+    seed: int = typer.Option(0, help="Of the first repeat; each has one more than the last."),
     timeout_s: float = typer.Option(600.0, min=0.1, help="Of one request."),
-    json_file: Path | None = typer.Option(None, "--json", help="Write the report there too."),
+    warm_up: int | None = typer.Option(None, min=0, help=_WARM_UP_HELP),
+    repeats: int = typer.Option(1, min=1, help="The table has medians, and least..greatest."),
+    plot: Path | None = typer.Option(
+        None, help="Write an SVG of TTFT, ITL and throughput there. Needs the extra `plots`."
+    ),
+    json_file: Path | None = typer.Option(None, "--json", help="Write all numbers there."),
 ) -> None:
     """Measure a server under load."""
-    from splitserve.bench import BenchSpec
+    from splitserve.bench.measure import Endpoint
+    from splitserve.bench.workloads import SPEC_FIELDS, workload_of
     from splitserve.client import Client
 
-    if concurrency is not None and request_rate is not None:
-        raise ConfigError("give --concurrency or --request-rate, not both")
-    if shared_prefix_tokens > prompt_tokens:
-        raise ConfigError(
-            f"--shared-prefix-tokens {shared_prefix_tokens} is above "
-            f"--prompt-tokens {prompt_tokens}"
-        )
-    spec = BenchSpec(
-        num_requests=num_requests,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        concurrency=concurrency or (16 if request_rate is None else None),
-        request_rate=request_rate,
-        shared_prefix_tokens=shared_prefix_tokens,
-        slo_ttft_s=slo_ttft_s,
-        slo_tpot_s=slo_tpot_s,
-        vocab_size=vocab_size,
-        seed=seed,
-        timeout_s=timeout_s,
-    )
+    given = {name: context.params[name] for name in SPEC_FIELDS if name in context.params}
+    spec = workload_of(workload.value, given)
+    _check_files(plot, json_file)
     with Client(base_url, api_key, model=model) as client:
-        report = _run(spec, client.base_url, client.model, api_key)
-    Console().print(report_table(report))
-    if json_file is not None:
-        document = {"spec": dataclasses.asdict(spec), "report": dataclasses.asdict(report)}
-        json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if report.num_completed < report.num_requests:
+        endpoint = Endpoint(client.base_url, client.model, api_key)
+    done = [_run(replace(spec, seed=seed + i), warm_up, endpoint, i) for i in range(repeats)]
+    _show(done)
+    _write(workload.value, done, plot, json_file)
+    if any(one.report.num_failed for one in done):
         raise typer.Exit(1)
 
 
-def _run(spec: BenchSpec, base_url: str, model: str, api_key: str | None) -> Report:
-    from splitserve.bench import run_bench
+def _check_files(plot: Path | None, json_file: Path | None) -> None:
+    """Before a long run, not after it. Raises ConfigError."""
+    from splitserve.profiling.report import require_plots
+
+    for path in (plot, json_file):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"there is no folder {path.absolute().parent} to write {path} to")
+    if plot is not None:
+        if plot.suffix != ".svg":
+            raise ConfigError(f"--plot {plot}: it is an SVG, so its name must end with .svg")
+        require_plots("--plot")
+
+
+def _run(spec: Spec, num_warm_up: int | None, endpoint: Endpoint, repeat: int) -> Measured:
+    from splitserve.bench.measure import measure
+    from splitserve.bench.workloads import BenchSpec, warm_up_of
 
     columns = (
         TextColumn("{task.description}"),
@@ -82,38 +113,32 @@ def _run(spec: BenchSpec, base_url: str, model: str, api_key: str | None) -> Rep
     )
     console = Console(stderr=True)
     with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
-        task = progress.add_task("requests", total=spec.num_requests)
-        return asyncio.run(
-            run_bench(spec, base_url, model, api_key, lambda: progress.advance(task))
-        )
+        total = spec.num_requests if isinstance(spec, BenchSpec) else None
+        task = progress.add_task(f"repeat {repeat + 1}: requests", total=total)
+        warm_up = warm_up_of(spec, num_warm_up)
+        return asyncio.run(measure(spec, warm_up, endpoint, lambda: progress.advance(task)))
 
 
-def report_table(report: Report) -> Table:
-    """The report as a table; times in milliseconds."""
-    table = Table("ms", "p50", "p95", "p99", "mean", title=_headline(report))
-    rows = {
-        "TTFT": report.ttft_ms,
-        "hand-off gap (token 0 to 1)": report.handoff_gap_ms,
-        "TPOT": report.tpot_ms,
-        "ITL": report.itl_ms,
-    }
-    for name, values in rows.items():
-        table.add_row(
-            name, *(f"{values[p]:.1f}" if values else "-" for p in ("p50", "p95", "p99", "mean"))
-        )
-    return table
+def _show(done: Sequence[Measured]) -> None:
+    from splitserve.bench.table import headlines, summary_table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    reports = [one.report for one in done]
+    console.print("\n".join(headlines(reports)), markup=False, soft_wrap=True)
+    console.print(summary_table(reports))
 
 
-def _headline(report: Report) -> str:
-    lines = [
-        f"{report.output_tokens_per_s:.1f} output tokens/s, {report.requests_per_s:.2f} requests/s",
-        f"{report.num_completed} of {report.num_requests} completed in {report.wall_s:.2f} s; "
-        f"this client used {report.client_cpu_share:.1%} of a core",
-    ]
-    if report.goodput_per_s is not None:
-        lines.append(
-            f"goodput {report.goodput_per_s:.2f} requests/s "
-            f"({report.num_within_slo} of {report.num_requests} within the SLO)"
-        )
-    lines += [f"{count} x {cause}" for cause, count in report.errors.items()]
-    return "\n".join(lines)
+def _write(
+    workload: str, done: Sequence[Measured], plot: Path | None, json_file: Path | None
+) -> None:
+    from splitserve.bench.measure import document
+    from splitserve.bench.plots import bench_plot
+
+    if json_file is not None:
+        text = json.dumps(document(workload, done), indent=1)
+        json_file.write_text(text + "\n", encoding="utf-8")
+    if plot is not None:
+        svg = bench_plot({workload: [one.run for one in done]})
+        plot.write_text(svg, encoding="utf-8")

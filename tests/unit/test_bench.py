@@ -3,32 +3,39 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from splitserve.bench import (
-    BenchSpec,
-    Outcome,
-    analyze,
-    distribution,
-    make_prompts,
-    outcome_of,
-    request_body,
-    run_bench,
-)
-from splitserve.bench_http import RawReply, post, target_of
+from splitserve.bench import BenchSpec, MixedSpec, run_bench
+from splitserve.bench.measure import Endpoint, measure
+from splitserve.bench.workloads import warm_up_of
+from splitserve.bench_http import post, target_of
 from splitserve.cli import app
 from splitserve.errors import StreamBrokenError, UnavailableError
 from tests.unit.scripted_server import Exchange, scripted_server
 
 SPEC = BenchSpec(num_requests=8, prompt_tokens=20, output_tokens=5, concurrency=3)
+OPEN = dataclasses.replace(SPEC, concurrency=None, request_rate=200.0)
+MIXED = MixedSpec(
+    num_streams=2,
+    stream_prompt_tokens=4,
+    stream_output_tokens=6,
+    long_prompt_tokens=50,
+    long_output_tokens=2,
+    period_s=0.1,
+    undisturbed_s=0.1,
+    duration_s=0.25,
+)
 
 
-def answer(exchange: Exchange) -> None:
+def answer(exchange: Exchange, before_the_end: Callable[[], None] = lambda: None) -> None:
     """As many one-token chunks as asked for, the second one late; then usage."""
     exchange.start_stream()
     for index in range(exchange.body["max_tokens"]):
@@ -37,48 +44,102 @@ def answer(exchange: Exchange) -> None:
         exchange.event({"choices": [{"index": 0, "text": "x", "token_ids": [5]}]})
     usage = {"prompt_tokens": 20, "completion_tokens": exchange.body["max_tokens"]}
     exchange.event({"choices": [], "usage": usage})
+    before_the_end()
     exchange.event("[DONE]")
     exchange.end()
 
 
-def test_prompts_are_seeded_share_a_prefix_and_avoid_special_ids() -> None:
-    spec = dataclasses.replace(SPEC, shared_prefix_tokens=7, vocab_size=1500, seed=3)
-    prompts = make_prompts(spec)
-    assert prompts == make_prompts(spec)
-    assert prompts != make_prompts(dataclasses.replace(spec, seed=4))
-    assert {len(prompt) for prompt in prompts} == {20}
-    assert len({tuple(prompt[:7]) for prompt in prompts}) == 1
-    assert len({tuple(prompt[7:]) for prompt in prompts}) == 8
-    assert all(1000 <= token < 1500 for prompt in prompts for token in prompt)
-
-
-def test_requests_pin_the_amount_of_work() -> None:
-    body = request_body(SPEC, "m", [1000, 1001])
-    assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (5, 0, True)
-    assert (body["stream"], body["prompt"]) == (True, [1000, 1001])
-
-
 def test_closed_loop_counts_what_came() -> None:
     done: list[None] = []
-    with scripted_server(answer) as server:
+    slots = threading.Semaphore(3)
+
+    def answer_three_at_a_time(exchange: Exchange) -> None:
+        assert slots.acquire(blocking=False), "a fourth client"
+        answer(exchange, slots.release)
+
+    with scripted_server(answer_three_at_a_time) as server:
         report = asyncio.run(
             run_bench(SPEC, server.base_url, "m", "key", lambda: done.append(None))
         )
-        assert server.most_open <= 3
         assert {e.headers["authorization"] for e in server.exchanges} == {"Bearer key"}
-    assert (report.num_completed, report.output_tokens, report.errors) == (8, 40, {})
+    numbers = report.numbers
+    assert (report.num_completed, numbers["output_tokens"], report.errors) == (8, 40, {})
     assert len(done) == 8
-    assert report.handoff_gap_ms["p50"] >= 20
-    assert report.tpot_ms["p50"] >= 5
-    assert report.itl_ms["p99"] >= 20 > report.itl_ms["p50"]
-    assert report.output_tokens_per_s == pytest.approx(40 / report.wall_s)
+    assert numbers["handoff_gap_p50_ms"] >= 20
+    assert numbers["tpot_p50_ms"] >= 5
+    assert numbers["itl_p99_ms"] >= 20 > numbers["itl_p50_ms"]
+    assert numbers["output_tokens_per_s"] == pytest.approx(40 / numbers["wall_s"])
 
 
-def test_open_loop_keeps_its_schedule() -> None:
-    spec = dataclasses.replace(SPEC, concurrency=None, request_rate=200.0, slo_ttft_s=5.0)
-    with scripted_server(answer) as server:
+def test_open_loop_sends_whatever_the_server_does() -> None:
+    all_here = threading.Barrier(OPEN.num_requests)
+
+    def answer_when_all_have_come(exchange: Exchange) -> None:
+        all_here.wait(10)
+        answer(exchange)
+
+    spec = dataclasses.replace(OPEN, slo_ttft_s=60.0)
+    with scripted_server(answer_when_all_have_come) as server:
         report = asyncio.run(run_bench(spec, server.base_url, "m"))
-    assert report.num_completed == report.num_within_slo == 8
+    assert report.num_completed == report.numbers["num_within_slo"] == 8
+    assert report.numbers["late_max_ms"] >= 0
+
+
+def test_mixed_load_sends_streams_and_long_prompts() -> None:
+    with scripted_server(answer) as server:
+        report = asyncio.run(run_bench(MIXED, server.base_url, "m"))
+        prompts = [exchange.body["prompt"] for exchange in server.exchanges]
+        asked = Counter((len(e.body["prompt"]), e.body["max_tokens"]) for e in server.exchanges)
+    assert report.errors == {}
+    assert set(asked) == {(4, 6), (50, 2)}
+    assert (asked[50, 2], report.numbers["num_long"]) == (3, 3)
+    assert asked[4, 6] == report.numbers["num_streams"] > 2
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == len(prompts)
+    assert report.numbers["output_tokens"] == 3 * 2 + asked[4, 6] * 6
+    assert {"undisturbed_itl_p50_ms", "stream_itl_p99_ms"} <= set(report.numbers)
+
+
+def test_mixed_load_waits_for_the_last_long_prompt() -> None:
+    held = threading.Event()
+
+    def hold_long_prompts(exchange: Exchange) -> None:
+        if len(exchange.body["prompt"]) == 50:
+            assert held.wait(10)
+        elif len(server.exchanges) > 40:  # streams went on long after the time was over
+            held.set()
+        answer(exchange)
+
+    with scripted_server() as server:
+        server.handler = hold_long_prompts
+        report = asyncio.run(run_bench(MIXED, server.base_url, "m"))
+    assert (report.errors, report.numbers["num_long"]) == ({}, 3)
+
+
+def test_mixed_load_does_not_flood_a_server_that_refuses() -> None:
+    with scripted_server(broken("refused")) as server:
+        report = asyncio.run(run_bench(MIXED, server.base_url, "m"))
+    assert (report.num_requests, report.num_completed) == (5, 0)
+    assert sum(n for cause, n in report.errors.items() if cause.startswith("stream: HTTP 429")) == 2
+
+
+def test_warm_up_is_sent_first_and_not_counted() -> None:
+    with scripted_server(answer) as server:
+        endpoint = Endpoint(server.base_url, "m")
+        measured = asyncio.run(measure(SPEC, warm_up_of(SPEC, 2), endpoint))
+        assert len(server.exchanges) == 10
+    assert measured.report.num_requests == len(measured.run.outcomes) == 8
+
+
+def test_warm_up_that_fails_is_told() -> None:
+    def refuse_the_first(exchange: Exchange) -> None:
+        (broken("refused") if len(server.exchanges) == 1 else answer)(exchange)
+
+    with scripted_server() as server:
+        server.handler = refuse_the_first
+        measured = asyncio.run(measure(SPEC, warm_up_of(SPEC, 1), Endpoint(server.base_url, "m")))
+    ((cause, number),) = measured.report.errors.items()
+    assert number == measured.report.num_failed == 1
+    assert cause.startswith("warm-up: HTTP 429")
 
 
 def broken(kind: str) -> Any:
@@ -114,7 +175,7 @@ def test_failures_are_counted_by_cause(kind: str, cause: str) -> None:
     (found,) = report.errors
     assert cause in found
     assert report.errors[found] == 8
-    assert report.ttft_ms == {}
+    assert "ttft_p50_ms" not in report.numbers
 
 
 def test_lean_reader_knows_who_is_not_there() -> None:
@@ -142,69 +203,61 @@ def test_targets() -> None:
     assert target.path == "/base/v1/completions"
 
 
-def raw(*events: tuple[float, Any]) -> RawReply:
-    reply = RawReply(200, sent_at=10.0)
-    for at, event in events:
-        text = event if isinstance(event, str) else json.dumps(event)
-        reply.parts.append((at, f"data: {text}\n\n".encode()))
-    return reply
+def bench(base_url: str, *arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "--base-url", base_url, *arguments])
 
 
-def test_chunks_of_several_tokens_and_hidden_ones_count() -> None:
-    def chunk(*ids: int) -> dict[str, Any]:
-        return {"choices": [{"index": 0, "text": "x", "token_ids": list(ids)}]}
-
-    reply = raw((11, chunk(1)), (12, chunk(2, 3)), (13, chunk()), (13, "[DONE]"))
-    assert outcome_of(reply).token_times_s == (1.0, 2.0, 2.0)
-    plain = {"choices": [{"index": 0, "text": "x"}]}
-    usage = {"choices": [], "usage": {"completion_tokens": 3}}
-    reply = raw((11, plain), (12, plain), (13, usage), (13, "[DONE]"))
-    assert outcome_of(reply).token_times_s == (1.0, 2.0, 2.0)
-
-
-def test_report_is_arithmetic() -> None:
-    spec = dataclasses.replace(SPEC, slo_ttft_s=1.0, slo_tpot_s=0.25)
-    outcomes = [
-        Outcome((0.5, 1.0, 1.1)),  # TPOT 0.3: too slow
-        Outcome((0.5, 0.7, 0.9)),
-        Outcome((2.0, 2.1, 2.2)),  # TTFT too slow
-        Outcome((0.9,)),
-        Outcome((), "lost"),
-    ]
-    report = analyze(spec, outcomes, wall_s=2.0, client_cpu_share=0.1)
-    assert (report.num_requests, report.num_completed, report.output_tokens) == (5, 4, 10)
-    assert report.output_tokens_per_s == 5.0
-    assert (report.num_within_slo, report.goodput_per_s) == (2, 1.0)
-    assert report.handoff_gap_ms["p99"] == pytest.approx(500)
-    assert report.ttft_ms["p50"] == pytest.approx(500)
-    assert report.tpot_ms["mean"] == pytest.approx(200)
-    assert report.errors == {"lost": 1}
-
-
-def test_percentiles_are_nearest_rank() -> None:
-    values = distribution([value / 1000 for value in range(1, 101)])
-    assert (values["p50"], values["p95"], values["p99"]) == (50.0, 95.0, 99.0)
-    assert distribution([0.004]) == {"p50": 4.0, "p95": 4.0, "p99": 4.0, "mean": 4.0}
+FOUR = "--num-requests 4 --prompt-tokens 6 --output-tokens 3".split()
 
 
 def test_command_prints_and_writes_the_report(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    arguments = "bench --num-requests 4 --prompt-tokens 6 --output-tokens 3 --slo-tpot-s 9"
     with scripted_server(answer) as server:
-        where = ["--base-url", server.base_url, "--json", str(path)]
-        done = CliRunner().invoke(app, [*arguments.split(), *where])
+        files = ("--json", str(path), "--warm-up", "0")
+        done = bench(server.base_url, *FOUR, "--slo-tpot-s", "9", *files)
     assert done.exit_code == 0, done.output
     assert "4 of 4 completed" in done.output
     assert "hand-off gap" in done.output
+    assert "within the SLO" in done.output
     document = json.loads(path.read_text())
-    assert document["report"]["output_tokens"] == 12
-    assert document["spec"]["concurrency"] == 16
+    assert (document["workload"], document["spec"]["concurrency"]) == ("w1", 16)
+    assert document["numbers"]["output_tokens"]["median"] == 12
+    (repeat,) = document["repeats"]
+    assert [len(request["token_times_s"]) for request in repeat["requests"]] == [3] * 4
+
+
+def test_command_repeats_with_seeds_of_their_own_and_draws(tmp_path: Path) -> None:
+    json_file, plot = tmp_path / "report.json", tmp_path / "plot.svg"
+    with scripted_server(answer) as server:
+        files = ("--json", str(json_file), "--plot", str(plot))
+        done = bench(server.base_url, *FOUR, "--repeats", "3", "--warm-up", "1", *files)
+        prompts = {tuple(exchange.body["prompt"]) for exchange in server.exchanges}
+    assert done.exit_code == 0, done.output
+    assert len(prompts) == 3 * (4 + 1)
+    assert "medians of 3 repeats" in done.output and "12 of 12 completed" in done.output
+    document = json.loads(json_file.read_text())
+    assert [repeat["seed"] for repeat in document["repeats"]] == [0, 1, 2]
+    assert document["numbers"]["ttft_p50_ms"]["num_values"] == 3
+    assert plot.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--plot plot.png", "must end with .svg"),
+        ("--json nowhere/report.json", "there is no folder"),
+        ("--workload w3 --prompt-tokens 7", "w3 has no --prompt-tokens"),
+    ],
+)
+def test_command_refuses_before_it_sends_anything(arguments: str, message: str) -> None:
+    with scripted_server(answer) as server:
+        done = bench(server.base_url, *arguments.split())
+        assert server.exchanges == []
+    assert message in str(done.exception)
 
 
 def test_command_fails_when_a_request_failed() -> None:
     with scripted_server(broken("cut")) as server:
-        done = CliRunner().invoke(
-            app, ["bench", "--num-requests", "2", "--base-url", server.base_url]
-        )
+        done = bench(server.base_url, "--num-requests", "2", "--warm-up", "0")
     assert done.exit_code == 1
-    assert "2 x the reply was cut" in done.output
+    assert "ERROR: 2 x the reply was cut" in done.output
