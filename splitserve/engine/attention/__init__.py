@@ -25,7 +25,28 @@ def _make_cpu(shape: AttentionShape, dtype: torch.dtype) -> AttentionBackend:
     return CpuAttention(shape, dtype, PagedDecodeKernel.load(shape, dtype))
 
 
-BACKENDS: dict[str, Maker] = {"reference": _make_reference, "cpu": _make_cpu}
+def _make_triton(shape: AttentionShape, dtype: torch.dtype) -> AttentionBackend:
+    """Raises ConfigError without triton or without a GPU, unless triton is told to interpret."""
+    try:
+        import triton
+
+        from splitserve.engine.attention.triton_backend import TritonAttention
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ConfigError(
+            "attention_backend 'triton' needs triton: pip install 'splitserve[triton]'"
+        ) from error
+    if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
+        raise ConfigError("attention_backend 'triton' needs a GPU, and there is none")
+    return TritonAttention(shape, dtype)
+
+
+BACKENDS: dict[str, Maker] = {
+    "reference": _make_reference,
+    "cpu": _make_cpu,
+    "triton": _make_triton,
+}
 
 
 def make_attention(name: str, shape: AttentionShape, dtype: torch.dtype) -> AttentionBackend:
