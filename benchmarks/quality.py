@@ -29,7 +29,6 @@ from splitserve.tokenizer import Tokenizer
 TEXT = Path(__file__).parents[1] / "tests" / "reference" / "prose.txt"
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
-    "bfloat16, plain torch": {"dtype": "bfloat16", "attention_backend": "reference"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
     "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},

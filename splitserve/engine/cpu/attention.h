@@ -20,7 +20,7 @@
 #include "kv_rows.h"
 #include "part.h"
 
-constexpr int64_t QUERY_ROWS = 56;  // of a prefill tile, about
+constexpr int64_t QUERY_ROWS = 112;  // of a prefill tile, about
 
 struct Batch {
     int64_t num_tokens, num_seqs, num_logits_rows;
@@ -190,6 +190,8 @@ class Attention {
         const int64_t num_heads = item.end_kv_head - item.first_kv_head;
         room.keys.find(heads_, keys, offsets, count, num_heads);
         room.values.find(heads_, values, offsets, count, num_heads);
+        if (!heads_.int8_kv)
+            touch(room.keys.rows, room.values.rows, num_heads * heads_.kv_bytes());
     }
 
     void attend_part(const Item& item, int64_t part, Room& room, const Softmax& result) const {

@@ -23,6 +23,7 @@ from splitserve.engine.models.config import ModelConfig
 from splitserve.engine.models.rope import Rope
 from splitserve.engine.models.weights import Weights, open_weights
 from splitserve.engine.native import load_library
+from splitserve.engine.pages import PagePool
 from splitserve.work import Operation
 
 STAGES = (  # `enum Stage`, in its order
@@ -54,6 +55,7 @@ class CpuDecoder:
         self._library = _declared(library)
         self._int8, self._int8_kv = int8, int8_kv
         self._vocab_size = config.vocab_size
+        self._pages = PagePool()
         self._alive: list[object] = []  # what the structs point at
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._laps = np.zeros((8 * config.num_layers + 2, 3))
@@ -158,7 +160,7 @@ class CpuDecoder:
             weight, scales = quantized(weight)
             pack = self._library.decoder_pack_int8
         num_pairs = -(-num_columns // 2)
-        panels = torch.empty((num_rows + padding[1]) * num_pairs * 2, dtype=weight.dtype)
+        panels = self._pages.empty((num_rows + padding[1]) * num_pairs * 2, weight.dtype)
         pack(weight.data_ptr(), num_rows, num_columns, panels.data_ptr())
         per_column = (
             None if numbers is None else self._kept(F.pad(numbers.float(), padding))

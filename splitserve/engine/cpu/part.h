@@ -27,8 +27,8 @@ struct Softmax {
     void merge(const Softmax& part, int64_t rows, int64_t width) const {
         for (int64_t r = 0; r < rows; r++) {
             const float next = part.most[r] > most[r] ? part.most[r] : most[r];
-            const __m512 mine = power_of_two(_mm512_set1_ps(most[r] - next));
-            const __m512 its = power_of_two(_mm512_set1_ps(part.most[r] - next));
+            const __m512 mine = power_of_two_or_zero(_mm512_set1_ps(most[r] - next));
+            const __m512 its = power_of_two_or_zero(_mm512_set1_ps(part.most[r] - next));
             sum[r] = sum[r] * mine[0] + part.sum[r] * its[0];
             most[r] = next;
             for (int64_t i = r * width; i < (r + 1) * width; i += LANES) {
@@ -165,32 +165,31 @@ inline void add_up(const bf16* weights, const TokenRows& values, int64_t dim, fl
     if (column < dim) add_up<R, 1>(weights, values, column, dim, out, width);
 }
 
-// x, times scales[i ...] if there are any.
-inline __m512 scaled(__m512 x, const float* scales, int64_t i) {
-    return scales ? x * _mm512_loadu_ps(scales + i) : x;
+inline void multiply_by(const float* scales, int64_t count, float* x) {
+    for (int64_t i = 0; i < count; i += LANES)
+        _mm512_storeu_ps(x + i, _mm512_loadu_ps(x + i) * _mm512_loadu_ps(scales + i));
 }
 
-// Scores of a row, of which it sees the first `seen` keys, to weights: 2^(score - the largest one).
-// The largest and the sum of weights come out as they are; the weights for the values,
-// [keys], come with the values' scales.
+// Scores of a row, of which it sees the first `seen` keys, to weights 2^(scale * score - most) for
+// the values, [keys.count]; `most` is the largest exponent, `sum` that of all weights.
 inline void weigh(float* scores, const TokenRows& keys, const TokenRows& values, int64_t seen,
                   float scale, float* most, float* sum, bf16* weights) {
-    __m512 largest = _mm512_set1_ps(-INFINITY);
     seen = std::min(seen, keys.count);
-    for (int64_t i = 0; i < seen; i += LANES) {
-        const __m512 x = scaled(_mm512_loadu_ps(scores + i) * scale, keys.scales, i);
-        _mm512_storeu_ps(scores + i, x);
-        largest = _mm512_mask_max_ps(largest, first_lanes(seen - i), largest, x);
-    }
-    *most = _mm512_reduce_max_ps(largest);
-    const __m512 m = _mm512_set1_ps(*most);
+    if (keys.scales) multiply_by(keys.scales, seen, scores);
+    __m512 largest = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < seen; i += LANES)
+        largest = _mm512_mask_max_ps(largest, first_lanes(seen - i), largest,
+                                     _mm512_loadu_ps(scores + i));
+    *most = _mm512_reduce_max_ps(largest) * scale;
+    const __m512 m = _mm512_set1_ps(*most), by = _mm512_set1_ps(scale);
     __m512 total = _mm512_setzero_ps();
     for (int64_t i = 0; i < keys.count; i += LANES) {  // behind `seen`, weights are 0
         const __mmask16 lanes = seen > i ? first_lanes(seen - i) : 0;
-        const __m512 weight =
-            _mm512_maskz_mov_ps(lanes, power_of_two(_mm512_loadu_ps(scores + i) - m));
+        const __m512 exponents = _mm512_fmsub_ps(_mm512_loadu_ps(scores + i), by, m);
+        __m512 weight = _mm512_maskz_mov_ps(lanes, power_of_two(exponents));
         total = total + weight;
-        _mm256_storeu_si256((__m256i*)(weights + i), narrow(scaled(weight, values.scales, i)));
+        if (values.scales) weight = weight * _mm512_loadu_ps(values.scales + i);
+        _mm256_storeu_si256((__m256i*)(weights + i), narrow(weight));
     }
     *sum = _mm512_reduce_add_ps(total);
 }

@@ -57,4 +57,4 @@ inline void quantize(const float* x, int64_t n, int8_t* to) {
     std::memcpy(to + n, &scale, sizeof scale);
 }
 
-inline __m512 silu(__m512 x) { return x / (1.0f + power_of_two(x * -LOG2_E)); }
+inline __m512 silu(__m512 x) { return x / (1.0f + power_of_two_or_zero(x * -LOG2_E)); }

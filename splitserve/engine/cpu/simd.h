@@ -67,18 +67,20 @@ inline float widen(const int8_t* from, int64_t n, bf16* to) {
     return scale;
 }
 
-// 2^x to about 2e-7, by 2^n * 2^r with |r| <= 1/2 and a polynomial for 2^r (Cephes, exp2f); 0 from
-// -150 down and for NaN.
+// 2^x for finite x, to about 3e-06: 2^n * 2^r with |r| <= 1/2 and a polynomial for 2^r, fitted at
+// Chebyshev's nodes; 0 from -150 down.
 inline __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-150.0f));  // of NaN and b, max is b
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT);
     const __m512 r = x - n;
-    __m512 y = _mm512_set1_ps(1.535336188e-4f);
-    y = y * r + 1.339887440e-3f;
-    y = y * r + 9.618437357e-3f;
-    y = y * r + 5.550332471e-2f;
-    y = y * r + 2.402264791e-1f;
-    y = y * r + 6.931472029e-1f;
+    __m512 y = _mm512_set1_ps(9.582852866e-03f);
+    y = y * r + 5.590642492e-02f;
+    y = y * r + 2.402409862e-01f;
+    y = y * r + 6.931241934e-01f;
     y = y * r + 1.0f;
     return _mm512_scalef_ps(y, n);
+}
+
+// The same for any x but plus infinity; 0 for minus infinity and NaN.
+inline __m512 power_of_two_or_zero(__m512 x) {
+    return power_of_two(_mm512_max_ps(x, _mm512_set1_ps(-150.0f)));  // of NaN and b, max is b
 }
