@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from decode_worker.incoming import Action, Reply, Report, Sender
 from decode_worker.intake import Intake
-from decode_worker.refusals import Here, Refusal, impossible, mismatch
+from decode_worker.refusals import Here, Refusal, mismatch
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.tombstones import UNKNOWN_DEADLINE_S, Tombstones
 from splitserve.draining import Draining
 from splitserve.scheduling.prompt_clock import PromptClock
-from splitserve.scheduling.sequence import Request, RequestKey
+from splitserve.scheduling.sequence import Request, RequestKey, impossible
 from splitserve.wire import messages as m
 
 

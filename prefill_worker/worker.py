@@ -250,10 +250,9 @@ class PrefillWorker:
             log.warning("dropped Prefill %s: attempt %d is here", request.key, held)
             return
         self.act(self.handoffs.release(request.key))  # an older attempt
-        why = refusal(request, message, self._membership, self._draining, self.scheduler)
-        if why is not None:
-            report = m.Failed(*request.key, request.epoch, "admission", *why)
-            self._channel.send_control(report)
+        here = self._membership, self._draining, self.scheduler, self._runner
+        if (why := refusal(request, message, *here)) is not None:
+            self._channel.send_control(m.Failed(*request.key, request.epoch, "admission", *why))
             return
         assert message.decode_worker_id is not None and message.decode_endpoint is not None
         self._prompts.arrived(request.key, at)

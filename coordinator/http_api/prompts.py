@@ -48,7 +48,7 @@ async def _prompt(service: Service, form: str | list[Any]) -> Prompt:
     if isinstance(form, str):
         text = check_text(form, "prompt")
         ids = await service.off_loop(lambda: service.tokenizer.encode(text), len(text))
-        prompt = Prompt(tuple(ids), text)
+        prompt = Prompt(check_ids(ids, service.facts.vocab_size, "prompt"), text)
         service.limits().check_prompt(len(ids))  # at once: the next ones may be as long
     else:
         prompt = Prompt(check_ids(form, service.facts.vocab_size, "prompt"))
@@ -74,11 +74,14 @@ async def chat_prompt(service: Service, messages: Sequence[Mapping[str, Any]]) -
     )
     if not token_ids:
         raise InvalidRequestError("the messages have no tokens", param="messages")
-    return Prompt(tuple(token_ids))
+    return Prompt(check_ids(token_ids, service.facts.vocab_size, "messages"))
 
 
 def check_ids(form: Sequence[Any], vocab_size: int, param: str) -> tuple[int, ...]:
-    """Token ids, each in the vocabulary. Raises InvalidRequestError."""
+    """Token ids, each in the vocabulary. Raises InvalidRequestError.
+
+    A tokenizer's too: it may know tokens that were added without making the model larger.
+    """
     if any(type(token_id) is not int for token_id in form):
         raise InvalidRequestError(f"{param} mixes token ids with something else", param=param)
     if form and not (0 <= min(form) and max(form) < vocab_size):

@@ -44,7 +44,7 @@ class WorkModel:
         return cls(
             layer_bytes=(matrices + vectors) * dtype.itemsize,
             head_bytes=(hidden + vocab * hidden) * dtype.itemsize,
-            embedding_row_bytes=hidden * dtype.itemsize,
+            embedding_row_bytes=hidden * max(dtype.itemsize, 2),  # int8 is for products only
             kv_token_bytes=layout.token_bytes,
             token_flops=2 * matrices,
             pair_flops=4 * model.num_layers * model.num_heads * model.head_dim,

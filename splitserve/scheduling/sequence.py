@@ -110,6 +110,20 @@ class Sequence:
         self.unreported.append(token)
 
 
+def impossible(request: Request, max_model_len: int, vocab_size: int) -> str | None:
+    """Why the request could never be served here, by its numbers."""
+    num_tokens = len(request.token_ids)
+    choice_ids = [choice.choice_id for choice in request.choices]
+    if not choice_ids or len(set(choice_ids)) != len(choice_ids):
+        return f"choice ids {choice_ids[:10]} are none, or not distinct"
+    if not 0 < request.num_prompt_tokens <= num_tokens < max_model_len:
+        return f"{num_tokens} tokens do not fit in max_model_len {max_model_len}"
+    token_ids = [*request.token_ids, *(token_id for token_id, _ in request.sampling.logit_bias)]
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        return f"a token id is outside the vocabulary of {vocab_size}"
+    return None
+
+
 def blocks_to_begin(num_tokens: int, num_choices: int, block_size: int) -> int:
     """Blocks that let a prompt's choices each take one more token.
 

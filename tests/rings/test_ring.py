@@ -10,7 +10,7 @@ import pytest
 
 from splitserve.request import Sampling
 from splitserve.wire import messages as m
-from tests.fake_runner import FakeRunner, answer
+from tests.fake_runner import VOCAB_SIZE, FakeRunner, answer
 from tests.ring import Ring, open_ring, prompt_of
 from tests.scripted_coordinator import EPOCH
 
@@ -208,3 +208,21 @@ def test_observed_workers_tell_the_kernels_of_their_next_steps(ring: Ring) -> No
 
     for name in ("prefill", "decode"):
         ring.wait_for(lambda: num_told(name) == 3, f"kernels of {name}")  # noqa: B023
+
+
+@pytest.mark.parametrize("token_id", [VOCAB_SIZE, 10**8])
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_a_token_that_the_model_lacks_is_refused_before_it_is_computed(
+    ring: Ring, token_id: int, max_tokens: int
+) -> None:
+    """Compiled code takes a token id as a place in memory."""
+    ring.start_decode()
+    ring.start_prefill()
+    ring.ask("bad", (1, token_id, 2), max_tokens=max_tokens)
+    failed = ring.first_failure()
+    assert (failed.stage, failed.retriable) == ("admission", False)
+    assert f"outside the vocabulary of {VOCAB_SIZE}" in failed.reason
+    prompt = prompt_of(1, 10)
+    ring.ask("good", prompt)
+    ring.wait_for_tokens("good", 8)
+    assert ring.tokens("good") == answer(prompt, 1, 8)

@@ -75,7 +75,6 @@ class Attention {
         std::vector<bf16> query, packed, weights;
         std::vector<float> scores, part, merged;
 
-
         void fit(int64_t num_rows, int64_t width) {
             grow(query, num_rows * width);
             grow(packed, PART * width);

@@ -7,6 +7,7 @@
 //          -> norm -> gate and up -> (silu * up) -> down (+ residual)
 
 #include <algorithm>
+#include <system_error>
 
 #include "attention.h"
 #include "matmul.h"
@@ -232,6 +233,12 @@ class Pass {
 
 extern "C" {
 
+// Of Matrix, Layer, Model and Batch, for whoever declares them again.
+void decoder_struct_bytes(int64_t* sizes) {
+    for (const size_t size : {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Batch)})
+        *sizes++ = size;
+}
+
 // panels: room for round_up(n, 32) * round_up(k, 2) numbers.
 void decoder_pack_bf16(const bf16* w, int64_t n, int64_t k, bf16* panels) {
     pack(w, n, k, panels);
@@ -245,7 +252,12 @@ int64_t decoder_memory_bytes(const Model* model, int64_t num_tokens) {
     return Rows(*model, num_tokens, nullptr).bytes;
 }
 
-Crew* decoder_crew(int num_threads) { return new Crew(num_threads); }
+// Null where there are no more threads to be had.
+Crew* decoder_crew(int num_threads) try {
+    return new Crew(num_threads);
+} catch (const std::system_error&) {
+    return nullptr;
+}
 
 void decoder_dismiss(Crew* crew) { delete crew; }
 
@@ -261,20 +273,5 @@ void decoder_forward(const Model* model, const Batch* batch, char* kv, int64_t h
         Pass(*model, *batch, team, attention, rows, index == 0 ? &first_laps : nullptr)
             .run(kv, half_layer, logits);
     });
-}
-
-// The first of the largest of each row, NaN below all.
-void decoder_argmax(const float* logits, int64_t num_rows, int64_t vocab, int64_t* token_ids) {
-    for (int64_t row = 0; row < num_rows; row++) {
-        const float* x = logits + row * vocab;
-        __m512 most = _mm512_set1_ps(-INFINITY);
-        for (int64_t i = 0; i < vocab; i += LANES)  // of NaN and b, max is b
-            most = _mm512_max_ps(
-                _mm512_mask_loadu_ps(most, first_lanes(vocab - i), x + i), most);
-        const float largest = _mm512_reduce_max_ps(most);
-        int64_t i = 0;
-        while (i < vocab && x[i] != largest) i++;
-        token_ids[row] = i < vocab ? i : 0;
-    }
 }
 }

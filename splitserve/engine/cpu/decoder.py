@@ -24,6 +24,7 @@ from splitserve.engine.models.rope import Rope
 from splitserve.engine.models.weights import Weights, open_weights
 from splitserve.engine.native import load_library
 from splitserve.engine.pages import PagePool
+from splitserve.errors import ConfigError
 from splitserve.work import Operation
 
 STAGES = (  # `enum Stage`, in its order
@@ -90,9 +91,14 @@ class CpuDecoder:
             return cls(library, config, weights, rope, int8=int8, int8_kv=int8_kv)
 
     def __call__(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Write the batch's KV into the cache `kv`; logits [logits_rows, vocab] in f32."""
+        """Write the batch's KV into the cache `kv`; logits [logits_rows, vocab] in f32.
+
+        Raises IndexError for a token id outside the vocabulary, or a position behind max_model_len.
+        """
         assert kv.dtype == (torch.int8 if self._int8_kv else torch.bfloat16), kv.dtype
         assert kv.is_contiguous()
+        _check(batch.token_ids, self._vocab_size, "token id")
+        _check(batch.positions, self._num_positions, "position")
         logits = torch.empty(len(batch.logits_rows), self._vocab_size)
         tables = batch.block_tables
         view = BatchView(
@@ -133,6 +139,7 @@ class CpuDecoder:
         outer = read_outer(weights, config)
         cosine, sine = rope.tables
         self._alive.append(layers)
+        self._num_positions = len(cosine)
         return Model(
             *(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5),
             self._int8_kv,
@@ -180,8 +187,12 @@ class _Crew:
 
     def __init__(self, library: ctypes.CDLL, size: int) -> None:
         self.size = size
-        self.handle: int = library.decoder_crew(size)
-        weakref.finalize(self, library.decoder_dismiss, self.handle)
+        handle: int | None = library.decoder_crew(size)
+        if handle is None:
+            raise ConfigError(f"num_threads {size} is more than this machine lets a process have")
+        self.handle = handle
+        # Not at exit: another thread may be in a pass still.
+        weakref.finalize(self, library.decoder_dismiss, handle).atexit = False
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +213,19 @@ def _interleaved(gate_up: Tensor) -> Tensor:
     return groups.transpose(0, 1).flatten(0, 2)
 
 
+def _check(numbers: Tensor, limit: int, what: str) -> None:
+    """The C++ code takes them as places in memory."""
+    array = numbers.numpy()
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= limit:
+        raise IndexError(f"{what} {low if low < 0 else high} is not in 0 to {limit - 1}")
+
+
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    sizes = (INT * 4)()
+    library.decoder_struct_bytes(sizes)
+    declared = [ctypes.sizeof(struct) for struct in (Matrix, Layer, Model, BatchView)]
+    assert list(sizes) == declared, f"structs are {list(sizes)} there, {declared} here"
     for pack in (library.decoder_pack_bf16, library.decoder_pack_int8):
         pack.argtypes = (POINTER, INT, INT, POINTER)
         pack.restype = None

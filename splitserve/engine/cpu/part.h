@@ -24,16 +24,18 @@ struct Softmax {
         for (int64_t r = 0; r < rows; r++) most[r] = -INFINITY, sum[r] = 0;
         std::memset(values, 0, rows * width * sizeof(float));
     }
+    // Fused products are spelled out: what the compiler chose could differ from place to place.
     void merge(const Softmax& part, int64_t rows, int64_t width) const {
         for (int64_t r = 0; r < rows; r++) {
             const float next = part.most[r] > most[r] ? part.most[r] : most[r];
             const __m512 mine = power_of_two_or_zero(_mm512_set1_ps(most[r] - next));
             const __m512 its = power_of_two_or_zero(_mm512_set1_ps(part.most[r] - next));
-            sum[r] = sum[r] * mine[0] + part.sum[r] * its[0];
+            sum[r] = std::fma(part.sum[r], its[0], sum[r] * mine[0]);
             most[r] = next;
             for (int64_t i = r * width; i < (r + 1) * width; i += LANES) {
                 const __m512 old = _mm512_loadu_ps(values + i) * mine;
-                _mm512_storeu_ps(values + i, _mm512_loadu_ps(part.values + i) * its + old);
+                _mm512_storeu_ps(values + i,
+                                 _mm512_fmadd_ps(_mm512_loadu_ps(part.values + i), its, old));
             }
         }
     }

@@ -73,10 +73,10 @@ inline __m512 power_of_two(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT);
     const __m512 r = x - n;
     __m512 y = _mm512_set1_ps(9.582852866e-03f);
-    y = y * r + 5.590642492e-02f;
-    y = y * r + 2.402409862e-01f;
-    y = y * r + 6.931241934e-01f;
-    y = y * r + 1.0f;
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.590642492e-02f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402409862e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931241934e-01f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(y, n);
 }
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tiny_models import EOS_ID
+from tests.tiny_models import EOS_ID, make_tiny_llama
 from tests.unit.coordinator.calls import Body, chat, complete, last_prefill, script
-from tests.unit.coordinator.running import RunningCoordinator
+from tests.unit.coordinator.refusals import CHAT, COMPLETIONS, error_of, post
+from tests.unit.coordinator.running import RunningCoordinator, running
 from tests.unit.coordinator.sse import chunks_of, streamed
 
 
@@ -177,3 +179,15 @@ def test_answers_are_strict_json(coordinator: RunningCoordinator) -> None:
 
     response = coordinator.http.post("/v1/completions", json={"prompt": "x", "logprobs": 5})
     json.loads(response.text, parse_constant=refuse)
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_is_found_out(tmp_path: Path) -> None:
+    """Tokens are often added to a tokenizer and not to the model's embedding."""
+    model = make_tiny_llama(tmp_path, vocab_size=EOS_ID + 1)  # without the turns of a chat
+    with running(model) as coordinator:
+        asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        error = error_of(post(coordinator, CHAT, asked))
+        assert error["param"] == "messages" and f"0 to {EOS_ID}, the vocabulary" in error["message"]
+        asked = {"prompt": "<|im_start|>", "max_tokens": 1}
+        error = error_of(post(coordinator, COMPLETIONS, asked))
+        assert error["param"] == "prompt" and f"0 to {EOS_ID}, the vocabulary" in error["message"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from splitserve.engine.batch import Chunk
@@ -135,6 +136,46 @@ def test_a_row_is_the_same_beside_any_others(tiny_llama: Path, load: LoadRunner)
     for i, (ids, blocks) in enumerate(batch):
         alone = runner.logits([chunk(ids, 0, len(ids), blocks)])[0]
         assert torch.equal(together[i], alone) and torch.equal(decoded[i], alone)
+
+
+def test_memory_is_written_before_it_is_read(tmp_path: Path, load: LoadRunner) -> None:
+    """Products take numbers in pairs: behind an odd row stands a zero."""
+    family, keys = SHAPES["odd sizes"]
+    runner = compiled(load, make_tiny_model(family, tmp_path, **keys))
+    prompts = Prompts(96)
+    token_ids, blocks = prompts.token_ids(40), prompts.blocks(40)
+    expected = everywhere(runner, token_ids, [39, 1], blocks)
+    assert isinstance(runner._decoder, CpuDecoder)
+    runner._decoder._memory.numpy().fill(255)  # as numbers: none
+    assert torch.equal(everywhere(runner, token_ids, [39, 1], blocks), expected)
+
+
+@pytest.mark.parametrize("token_id", [-1, 260, 10**8])
+def test_a_token_id_is_no_place_in_memory(
+    tiny_llama: Path, load: LoadRunner, token_id: int
+) -> None:
+    runner = compiled(load, tiny_llama)
+    with pytest.raises(IndexError, match=f"token id {token_id} is not in 0 to 259"):
+        runner.logits([chunk([1, token_id, 2], 0, 3, [0])])
+
+
+def test_a_position_behind_the_longest_context_is_refused(
+    tiny_llama: Path, load: LoadRunner
+) -> None:
+    runner = compiled(load, tiny_llama, max_model_len=20)
+    with pytest.raises(IndexError, match="position 20 is not in 0 to 19"):
+        runner.logits([chunk([1] * 21, 0, 21, [0, 1])])
+
+
+def test_int8_kv_hides_no_broken_number(tmp_path: Path, load: LoadRunner) -> None:
+    directory = make_tiny_model("llama", tmp_path, attention_bias=True)
+    name = "model.layers.1.self_attn.k_proj.bias"
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    weights[name][3] = torch.nan
+    save_file(weights, path, metadata={"format": "pt"})
+    runner = compiled(load, directory, kv_cache_dtype="int8")
+    assert everywhere(runner, [1, 2, 3], [3], [0]).isnan().all()
 
 
 def test_what_lies_behind_a_context_is_never_read(tiny_llama: Path, load: LoadRunner) -> None:
