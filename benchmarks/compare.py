@@ -7,8 +7,9 @@
 
 In each repeat every server has its turn: it is started, warmed up, measured, and stopped, and the
 next one starts when it is gone. A server given by its URL runs all the time and should be idle
-meanwhile. A repeat has one seed for all servers. Ratios are to the first server. --servers FILE
-takes a list from YAML instead, with what does not fit on the command line:
+meanwhile. A repeat has one seed for all servers, and another sitting has others, unless --seed is
+given. Ratios are to the first server; runs in which something failed are in no median and no ratio.
+--servers FILE takes a list from YAML instead, with what does not fit on the command line:
 
     vllm:
       command: vllm serve MODEL_DIRECTORY --dtype bfloat16 --port 8100
@@ -24,8 +25,9 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.comparison import (
@@ -36,11 +38,19 @@ from benchmarks.comparison import (
     report_text,
     turn_text,
 )
-from benchmarks.machine import busy_share
-from benchmarks.servers import Server, running, server_of, servers_of
+from benchmarks.machine import OthersWatch, busy_share, facts
+from benchmarks.servers import Running, Server, running, server_of, servers_of
 from splitserve.bench.measure import measure
 from splitserve.bench.plots import bench_plot
-from splitserve.bench.workloads import SPEC_FIELDS, WORKLOADS, Spec, warm_up_of, workload_of
+from splitserve.bench.workloads import (
+    SPEC_FIELDS,
+    WORKLOADS,
+    Spec,
+    fresh_seed,
+    warm_up_of,
+    workload_of,
+)
+from splitserve.commands.output_files import check_output_files, write_output
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.process import on_signals
 from splitserve.profiling.report import require_plots
@@ -70,44 +80,75 @@ def turns(plan: Plan, servers: Sequence[Server]) -> Iterator[Turn]:
 def one_turn(plan: Plan, server: Server, repeat: int) -> Turn:
     """Start, warm up, measure, stop. What fails is part of the answer."""
     spec = replace(plan.spec, seed=plan.spec.seed + repeat)
-    measured, busy_before = None, busy_share()
+    turn = Turn(server.name, repeat, None, busy_before=busy_share())
     try:
-        with running(server, plan.start_timeout_s) as endpoint:
-            measured = asyncio.run(measure(spec, warm_up_of(spec, plan.num_warm_up), endpoint))
+        with running(server, plan.start_timeout_s) as up:
+            turn = replace(turn, version=up.version)
+            turn = _measured(turn, spec, warm_up_of(spec, plan.num_warm_up), up)
     except SplitserveError as error:
-        return Turn(server.name, repeat, measured, str(error), busy_before)
-    return Turn(server.name, repeat, measured, None, busy_before)
+        return replace(turn, failure=str(error))
+    return turn
+
+
+def _measured(turn: Turn, spec: Spec, warm_up: Spec | None, up: Running) -> Turn:
+    """With its measurement, and with what else ran meanwhile where the server is known apart."""
+    watch = OthersWatch(up.session_id) if up.session_id is not None else None
+    on_warm = watch.start if watch is not None else lambda: None
+    measured = asyncio.run(measure(spec, warm_up, up.endpoint, on_warm=on_warm))
+    return replace(turn, measured=measured, busy_others=watch.share() if watch else None)
 
 
 def compare(plan: Plan, servers: Sequence[Server], json_file: Path | None) -> Comparison:
     """Run everything, telling each turn; the file is written anew after each, whole."""
-    comparison = Comparison(plan.workload, plan.spec, tuple(servers), ())
+    comparison = Comparison(plan.workload, plan.spec, tuple(servers), (), facts())
     for turn in turns(plan, servers):
         comparison = replace(comparison, turns=(*comparison.turns, turn))
         print(turn_text(turn, plan.num_repeats, plan.spec), flush=True)
-        if json_file is not None:
-            text = json.dumps(document(comparison), indent=1)
-            json_file.write_text(text + "\n", encoding="utf-8")
+        _is_written(json_file, partial(_json, comparison))
     return comparison
+
+
+def _is_written(path: Path | None, make: Callable[[], str]) -> bool:
+    """What can't be written is said, and ends no run."""
+    try:
+        if path is not None:
+            write_output(path, make())
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _json(comparison: Comparison) -> str:
+    return json.dumps(document(comparison), indent=1) + "\n"
+
+
+def _plot(comparison: Comparison) -> str:
+    """Of the runs in which nothing failed."""
+    clean = [turn for turn in comparison.turns if turn.is_clean]
+    measured = [(turn.server, turn.measured.run) for turn in clean if turn.measured]
+    names = [server.name for server in comparison.servers]
+    return bench_plot({name: [run for one, run in measured if one == name] for name in names})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         plan, servers = _plan(options), _servers(options)
+        check_output_files({"the numbers": options.json, "the plot": options.plot})
         if options.plot is not None:
             require_plots("--plot")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    seed = plan.spec.seed
+    print(f"seed {seed} (--seed {seed} sends the same prompts again)", flush=True)
     with on_signals(lambda number: sys.exit(128 + number)):  # servers are stopped on the way out
         comparison = compare(plan, servers, options.json)
     print(f"\n{report_text(comparison)}")
-    if options.plot is not None:
-        measured = [(turn.server, turn.measured.run) for turn in comparison.turns if turn.measured]
-        series = {s.name: [run for name, run in measured if name == s.name] for s in servers}
-        options.plot.write_text(bench_plot(series), encoding="utf-8")
-    return 0 if all(turn.is_clean for turn in comparison.turns) else 1
+    is_told = _is_written(options.json, partial(_json, comparison))
+    is_told &= _is_written(options.plot, partial(_plot, comparison))
+    return 0 if is_told and all(turn.is_clean for turn in comparison.turns) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,7 +170,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
+    if options.repeats < 1:
+        raise ConfigError(f"--repeats {options.repeats}: it must be 1 or more")
     given = {name: getattr(options, name) for name in SPEC_FIELDS}
+    if options.seed is None:
+        given["seed"] = fresh_seed()
     return Plan(
         workload=options.workload,
         spec=workload_of(options.workload, given),
@@ -143,7 +188,11 @@ def _servers(options: argparse.Namespace) -> list[Server]:
     """At least one, each with a name of its own. Raises ConfigError."""
     servers = [server_of(text) for text in options.server or ()]
     if options.servers is not None:
-        servers += servers_of(options.servers.read_text(encoding="utf-8"))
+        try:
+            text = options.servers.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"can't read the servers in {options.servers}: {error}") from error
+        servers += servers_of(text)
     servers = servers or [server_of(text) for text in OURS]
     names = [server.name for server in servers]
     if twice := sorted({name for name in names if names.count(name) > 1}):

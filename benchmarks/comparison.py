@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from benchmarks.servers import Server
@@ -40,28 +40,33 @@ _MIXED = (
 )
 _NUM_IN_A_LINE = 4
 _BUSY_SHARE = 0.1  # of the machine: more is not "nothing else running"
+_LEFT_OUT = ", runs with failures left out"
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One server's run in one repeat, or why there is none."""
+    """One server's run in one repeat, or why there is none. Shares are of the whole machine."""
 
     server: str
     repeat: int
     measured: Measured | None
     failure: str | None = None
-    busy_before: float = 0.0  # share of the machine in use by others, before the server started
+    busy_before: float = 0.0  # in use before the server started
+    busy_others: float | None = None  # while measured, by others; None: not known
+    version: str | None = None  # of the server, if it tells
 
     @property
     def numbers(self) -> Numbers | None:
-        return self.measured.report.numbers if self.measured else None
+        """None also when something failed: a server that loses its slow requests looks fast."""
+        return self.measured.report.numbers if self.measured and self.is_clean else None
 
     @property
     def is_doubtful(self) -> bool:
         """Something of it has to be said beside its numbers."""
         warned = bool(self.measured and self.measured.report.warnings)
-        return warned or not self.is_clean or self.busy_before > _BUSY_SHARE
+        is_busy = max(self.busy_before, self.busy_others or 0.0) > _BUSY_SHARE
+        return warned or not self.is_clean or is_busy
 
     @property
     def is_clean(self) -> bool:
@@ -77,9 +82,10 @@ class Comparison:
     spec: Spec
     servers: tuple[Server, ...]
     turns: tuple[Turn, ...]
+    facts: Mapping[str, object] = field(default_factory=dict)  # about where it was measured
 
     def numbers(self, server: Server) -> dict[str, Spread]:
-        """Of each number, over the server's turns."""
+        """Of each number, over the server's turns in which nothing failed."""
         return spreads([found for found in self._by_repeat(server) if found is not None])
 
     def ratios(self, server: Server) -> dict[str, Spread]:
@@ -107,6 +113,9 @@ def turn_text(turn: Turn, num_repeats: int, spec: Spec) -> str:
         lines += doubts([turn.measured.report])
     if turn.busy_before > _BUSY_SHARE:
         lines.append(f"WARNING: {turn.busy_before:.0%} of the machine was in use before the start")
+    if turn.busy_others is not None and turn.busy_others > _BUSY_SHARE:
+        share = f"{turn.busy_others:.0%} of the machine"
+        lines.append(f"WARNING: others used {share} while this was measured")
     if turn.failure is not None:
         lines.append(f"FAILED: {turn.failure}")
     return "\n".join(lines)
@@ -116,10 +125,11 @@ def report_text(comparison: Comparison) -> str:
     """Two Markdown tables: medians with their spread, and paired ratios; then all that failed."""
     first, *others = comparison.servers
     columns = {_heading(comparison, s): comparison.numbers(s) for s in comparison.servers}
-    parts = [_table("median (least..greatest)", columns, comparison.spec)]
+    left_out = "" if all(turn.is_clean for turn in comparison.turns) else _LEFT_OUT
+    parts = [_table(f"median (least..greatest){left_out}", columns, comparison.spec)]
     if others:
         ratios = {f"{s.name} / {first.name}": comparison.ratios(s) for s in others}
-        parts.append(_table("paired, repeat by repeat", ratios, comparison.spec))
+        parts.append(_table(f"paired, repeat by repeat{left_out}", ratios, comparison.spec))
     num_repeats = 1 + max((turn.repeat for turn in comparison.turns), default=-1)
     texts = [turn_text(t, num_repeats, comparison.spec) for t in comparison.turns if t.is_doubtful]
     if texts:
@@ -128,10 +138,10 @@ def report_text(comparison: Comparison) -> str:
 
 
 def _heading(comparison: Comparison, server: Server) -> str:
-    """The server's name; with the number of its runs where some are missing."""
+    """The server's name; with the number of its runs that count where some do not."""
     turns = [turn for turn in comparison.turns if turn.server == server.name]
-    num_measured = sum(turn.measured is not None for turn in turns)
-    missing = f" ({num_measured} of {len(turns)} runs)" if num_measured < len(turns) else ""
+    num_clean = sum(turn.numbers is not None for turn in turns)
+    missing = f" ({num_clean} of {len(turns)} runs)" if num_clean < len(turns) else ""
     return server.name + missing
 
 
@@ -162,12 +172,13 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """Everything, for a JSON file; keys of APIs are left out."""
+    """Everything, for a JSON file; secrets are left out."""
     servers = comparison.servers
     return {
         "workload": comparison.workload,
         "spec": dataclasses.asdict(comparison.spec),
-        "servers": [{"name": s.name, "url": s.url, "command": s.command} for s in servers],
+        "measured_on": dict(comparison.facts),
+        "servers": [server.described() for server in servers],
         "numbers": {s.name: _plain(comparison.numbers(s)) for s in servers},
         "ratios": {s.name: _plain(comparison.ratios(s)) for s in servers[1:]},
         "turns": [_turn_document(turn) for turn in comparison.turns],
@@ -180,5 +191,13 @@ def _plain(numbers: Mapping[str, Spread]) -> dict[str, Any]:
 
 def _turn_document(turn: Turn) -> dict[str, Any]:
     found = repeat_document(turn.measured) if turn.measured else {}
-    about = {"server": turn.server, "repeat": turn.repeat, "failure": turn.failure}
-    return {**about, "busy_before": turn.busy_before, **found}
+    return {
+        "server": turn.server,
+        "version": turn.version,
+        "repeat": turn.repeat,
+        "is_clean": turn.is_clean,
+        "failure": turn.failure,
+        "busy_before": turn.busy_before,
+        "busy_others": turn.busy_others,
+        **found,
+    }

@@ -12,13 +12,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import httpx
 import yaml
 
+from benchmarks.machine import processes
 from splitserve.bench.measure import Endpoint
 from splitserve.client import Client
 from splitserve.errors import ConfigError, LaunchError
@@ -32,6 +32,8 @@ _GRACE_S = 60.0  # for a server to end when told to
 _LEFT_S = 2.0  # for what a server left behind to end too, before it is killed
 _GONE_S = 10.0  # for what was killed to be gone
 _LAST_BYTES = 2000
+_SECRET_NAMES = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_HIDDEN = "(hidden)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,43 @@ class Server:
     api_key: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
+    def described(self) -> dict[str, Any]:
+        """How to start it again, for a file that others read: values of secrets are hidden."""
+        is_secret = {name: any(part in name.upper() for part in _SECRET_NAMES) for name in self.env}
+        return {
+            "name": self.name,
+            "url": self.url,
+            "command": _without_keys(self.command, self.api_key),
+            "health": self.health,
+            "model": self.model,
+            "env": {name: _HIDDEN if is_secret[name] else self.env[name] for name in self.env},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that answers. Without a session it was not started here, so that its processes
+    are not known."""
+
+    endpoint: Endpoint
+    session_id: int | None
+    version: str | None  # as it says at /version, if it does
+
+
+def _without_keys(command: Sequence[str], api_key: str | None) -> list[str]:
+    """Options whose name ends in -key are the secrets of a command line, and the key itself."""
+    shown = []
+    for before, word in zip(("", *command), command, strict=False):
+        option, is_pair, _ = word.partition("=")
+        if is_pair and option.startswith("-") and option.endswith("-key"):
+            word = f"{option}={_HIDDEN}"
+        elif before.startswith("-") and before.endswith("-key"):
+            word = _HIDDEN
+        elif api_key:
+            word = word.replace(api_key, _HIDDEN)
+        shown.append(word)
+    return shown
+
 
 def server_of(text: str) -> Server:
     """From NAME=URL or NAME=COMMAND; a command's URL follows from its --port. ConfigError."""
@@ -54,7 +93,7 @@ def server_of(text: str) -> Server:
         raise ConfigError(f"--server {text!r} is neither NAME=URL nor NAME=COMMAND")
     if rest.startswith(("http://", "https://")):
         return Server(name, rest)
-    command = tuple(shlex.split(rest))
+    command = _words(name, rest)
     return Server(name, _url_of(command), command)
 
 
@@ -74,14 +113,24 @@ def _server_of_entry(name: str, entry: object) -> Server:
     known = {one.name for one in fields(Server)} - {"name"}
     if not isinstance(entry, Mapping) or not set(entry) <= known:
         raise ConfigError(f"server {name} is not a mapping with keys of {', '.join(sorted(known))}")
-    if "command" not in entry and "url" not in entry:
+    values = {key: value for key, value in entry.items() if value is not None}
+    values["command"] = _words(name, str(values.get("command", "")))
+    if not values["command"] and "url" not in values:
         raise ConfigError(f"server {name} has neither a command nor a url")
-    values = dict(entry)
-    values["command"] = tuple(shlex.split(str(values.get("command", ""))))
-    values["env"] = {key: str(value) for key, value in values.get("env", {}).items()}
+    env = values.get("env", {})
+    if not isinstance(env, Mapping):
+        raise ConfigError(f"server {name}: env is not a mapping of names to values")
+    values["env"] = {str(key): str(value) for key, value in env.items()}
     if "url" not in values:
         values["url"] = _url_of(values["command"])
     return Server(name, **values)
+
+
+def _words(name: str, command: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(command))
+    except ValueError as error:
+        raise ConfigError(f"server {name}: the command can't be read: {error}") from error
 
 
 def _url_of(command: Sequence[str]) -> str:
@@ -96,7 +145,7 @@ def _url_of(command: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def running(server: Server, start_timeout_s: float) -> Iterator[Endpoint]:
+def running(server: Server, start_timeout_s: float) -> Iterator[Running]:
     """Started where it has a command, and gone afterwards with all that it started.
 
     Raises LaunchError when it doesn't come up, or ended before its time: then with the end of what
@@ -104,7 +153,7 @@ def running(server: Server, start_timeout_s: float) -> Iterator[Endpoint]:
     """
     if not server.command:
         _wait_ready(server, None, time.monotonic() + start_timeout_s)
-        yield _endpoint(server)
+        yield Running(_endpoint(server), None, _version(server))
         return
     if _answers(server.url):
         raise LaunchError(f"before {server.name} was started, something answers at {server.url}")
@@ -112,7 +161,7 @@ def running(server: Server, start_timeout_s: float) -> Iterator[Endpoint]:
         process = _start(server, output.fileno())
         try:
             _wait_ready(server, process, time.monotonic() + start_timeout_s)
-            yield _endpoint(server)
+            yield Running(_endpoint(server), process.pid, _version(server))
             _check_running(process)
         except LaunchError as error:
             raise LaunchError(
@@ -178,6 +227,14 @@ def _endpoint(server: Server) -> Endpoint:
         return Endpoint(client.base_url, client.model, server.api_key)
 
 
+def _version(server: Server) -> str | None:
+    with contextlib.suppress(httpx.TransportError, ValueError):
+        found = httpx.get(server.url.removesuffix("/v1") + "/version", timeout=_REQUEST_S).json()
+        if isinstance(found, Mapping) and "version" in found:
+            return str(found["version"])
+    return None
+
+
 def _stop(server: Server, process: subprocess.Popen[bytes]) -> None:
     """SIGTERM to it; what is left of its session then is killed. Raises LaunchError when
     something of it stays."""
@@ -204,13 +261,7 @@ def _is_gone(server: Server, process: subprocess.Popen[bytes], within_s: float) 
 
 def _session(session_id: int) -> list[int]:
     """The living processes of a session (Linux; elsewhere none are found)."""
-    pids = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            state, _, _, session, *_ = entry.read_text().rpartition(")")[2].split()
-            if int(session) == session_id and state not in "ZX":
-                pids.append(int(entry.parent.name))
-    return pids
+    return [one.pid for one in processes() if one.session_id == session_id and one.is_alive]
 
 
 def _answers(url: str) -> bool:

@@ -27,7 +27,6 @@ OTHER_VARIABLES = (
 # What the tables offer and this version can't do yet.
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "transport": ("shm", "collective", "nixl"),
-    "attention_backend": ("triton",),
     "enable_prefix_caching": (True,),
 }
 
@@ -212,6 +211,8 @@ def _check_served(values: Mapping[str, Any]) -> None:
 
 def _check_pools(settings: ServeSettings) -> None:
     prefill, decode = settings.prefill, settings.decode
+    for role in ROLES:
+        _check_device(role, settings.pool(role))
     if prefill.num_workers == 0:
         return
     for name in ("model", "dtype", "block_size"):
@@ -220,6 +221,16 @@ def _check_pools(settings: ServeSettings) -> None:
             raise ConfigError(
                 f"{name} must be the same in both pools: prefill has {ours}, decode {theirs}"
             )
+
+
+def _check_device(role: Role, pool: PoolSettings) -> None:
+    backend, on_gpu = pool.engine.attention_backend, bool(pool.devices or pool.num_gpus)
+    if pool.num_workers == 0:
+        return
+    if backend == "triton" and not on_gpu:
+        raise ConfigError(f"attention_backend triton needs a GPU, as in --{role}-devices 0")
+    if backend == "cpu" and on_gpu:
+        raise ConfigError(f"attention_backend cpu is for CPUs, but {role} workers have GPUs")
 
 
 def _pool(role: Role, values: Mapping[str, Any]) -> PoolSettings:

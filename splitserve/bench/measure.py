@@ -36,13 +36,16 @@ async def measure(
     warm_up: Spec | None,
     endpoint: Endpoint,
     on_done: Callable[[], None] = lambda: None,
+    on_warm: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Warm up, then measure. What failed while warming up is among the report's errors."""
+    """Warm up, then measure; `on_warm` is called between. What failed while warming up is among
+    the report's errors."""
     where = (endpoint.base_url, endpoint.model, endpoint.api_key)
     failed_before = {}
     if warm_up is not None:
         warmed_up = analyze(await run_load(warm_up, *where))
         failed_before = {f"warm-up: {cause}": n for cause, n in warmed_up.errors.items()}
+    on_warm()
     run = await run_load(spec, *where, on_done)
     report = analyze(run)
     return Measured(run, dataclasses.replace(report, errors={**failed_before, **report.errors}))
@@ -53,6 +56,7 @@ def document(workload: str, repeats: Sequence[Measured]) -> dict[str, Any]:
     numbers = spreads([one.report.numbers for one in repeats])
     return {
         "workload": workload,
+        "seed": repeats[0].run.spec.seed,
         "spec": dataclasses.asdict(repeats[0].run.spec),
         "numbers": {name: dataclasses.asdict(value) for name, value in numbers.items()},
         "repeats": [repeat_document(one) for one in repeats],
@@ -74,5 +78,6 @@ def _request(outcome: Outcome) -> dict[str, Any]:
         **({"kind": outcome.kind} if outcome.kind else {}),
         **{name: round(value, 6) for name, value in times.items()},
         "token_times_s": [round(time_s, 6) for time_s in outcome.token_times_s],
+        **({"num_cached": outcome.num_cached} if outcome.num_cached else {}),
         **({"error": outcome.error} if outcome.error is not None else {}),
     }

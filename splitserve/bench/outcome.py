@@ -20,6 +20,7 @@ class Outcome:
     token_times_s: tuple[float, ...]
     error: str | None = None
     num_hidden: int = 0  # tokens in no chunk of their own, entered with the last chunk
+    num_cached: int = 0  # tokens of the prompt that the server took from a cache, as it says
     kind: str = ""  # of a mixed load: stream or long
     sent_s: float = 0.0
     ended_s: float = 0.0
@@ -50,10 +51,13 @@ class _Seen:
     times_s: list[float] = field(default_factory=list)
     told_ids: bool = False  # chunks say which tokens they hold, so their number is known
     num_by_usage: int | None = None
+    num_cached: int = 0
 
     def add(self, at_s: float, body: Mapping[str, Any]) -> None:
         if body.get("usage"):
             self.num_by_usage = body["usage"]["completion_tokens"]
+            details = body["usage"].get("prompt_tokens_details") or {}  # vLLM may say null
+            self.num_cached = int(details.get("cached_tokens") or 0)
         choice = body["choices"][0] if body.get("choices") else {}
         token_ids = choice.get("token_ids")
         if token_ids is not None:
@@ -73,7 +77,7 @@ def outcome_of(reply: RawReply | str, num_asked: int | None = None) -> Outcome:
         return Outcome((), f"HTTP {reply.status}: {text}")
     try:
         return _read(reply, num_asked)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return Outcome((), f"an event that can't be read: {error!r}")
 
 
@@ -114,4 +118,5 @@ def _counted(seen: _Seen, num_asked: int | None) -> Outcome:
         return Outcome((), f"usage counts {number} tokens, its chunks held {len(times)}")
     if num_asked is not None and number != num_asked:
         return Outcome((), f"{num_asked} tokens were asked for, {number} came (ignore_eos is on)")
-    return Outcome(times + (times[-1],) * num_hidden, num_hidden=num_hidden)
+    times += (times[-1],) * num_hidden
+    return Outcome(times, num_hidden=num_hidden, num_cached=seen.num_cached)

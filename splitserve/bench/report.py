@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from splitserve.bench.outcome import Outcome
 from splitserve.bench.run import Run
-from splitserve.bench.workloads import BenchSpec, MixedSpec
+from splitserve.bench.workloads import BenchSpec, MixedSpec, Spec
 
 STATISTICS = ("p50", "p95", "p99", "mean", "max")
 _MS = 1000.0
@@ -71,7 +71,7 @@ def analyze(run: Run) -> Report:
         num_completed=len(good),
         numbers=numbers,
         errors=Counter(_cause(one) for one in run.outcomes if one.error is not None),
-        warnings=tuple(_warnings(numbers, good)),
+        warnings=tuple(_warnings(run.spec, numbers, good)),
     )
 
 
@@ -145,7 +145,14 @@ def _gaps_of(outcome: Outcome) -> Iterable[_Gap]:
         yield _Gap(outcome.sent_s + begin_s, outcome.sent_s + end_s)
 
 
-def _warnings(numbers: Mapping[str, float], good: Sequence[Outcome]) -> Iterable[str]:
+def _warnings(spec: Spec, numbers: Mapping[str, float], good: Sequence[Outcome]) -> Iterable[str]:
+    shared = spec.shared_prefix_tokens if isinstance(spec, BenchSpec) else 0
+    if num_known := sum(max(0, one.num_cached - shared) for one in good):
+        yield (
+            f"the server had {num_known} tokens of the prompts in a cache (cached_tokens of its "
+            "usage), beyond any prefix this load shares: TTFT is too good; was this --seed sent "
+            "to it before?"
+        )
     if numbers.get("late_p99_ms", 0.0) > _LATE_MS:
         yield (
             f"this client could not keep up: it sent requests late, p99 "

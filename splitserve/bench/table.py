@@ -55,7 +55,9 @@ def headlines(reports: Sequence[Report]) -> Iterable[str]:
     """What is said above the table, failures and doubts included."""
     numbers = spreads([report.numbers for report in reports])
     if len(reports) > 1:
-        yield f"medians of {len(reports)} repeats (least..greatest)"
+        num_failed = sum(bool(report.errors) for report in reports)
+        failed = f", {num_failed} of them with failed requests" if num_failed else ""
+        yield f"medians of {len(reports)} repeats (least..greatest){failed}"
     shown = [(numbers[name], words) for name, words in SCALARS.items() if name in numbers]
     yield ", ".join(f"{number} {words}" for number, words in shown)
     num_completed = sum(report.num_completed for report in reports)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import random
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,6 +18,7 @@ from splitserve.errors import ConfigError
 _FIRST_TOKEN_ID = 1000  # low ids are often special tokens
 _WARM_UP_TOKENS = 8  # of each answer
 _WARM_UP_STREAM_TOKENS = 16
+_FRESH_SEEDS = 1 << 30
 _WARM_UP_SEEDS = 1 << 32  # above those of measured runs: warm-up leaves none of their prefixes
 
 
@@ -133,6 +135,11 @@ def warm_up_of(spec: Spec, num_requests: int | None = None) -> Spec | None:
         request_rate=None,
         seed=seed,
     )
+
+
+def fresh_seed() -> int:
+    """For prompts that no server has in a cache from an earlier run."""
+    return secrets.randbelow(_FRESH_SEEDS)
 
 
 def make_prompts(spec: BenchSpec) -> list[list[int]]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from splitserve.commands.options import API_KEY, BASE_URL
+from splitserve.commands.output_files import check_output_files, write_output
 from splitserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def bench(  # noqa: PLR0913 (a command's options)
     vocab_size: int | None = typer.Option(
         None, min=1001, help="Token ids are drawn below this. Default: 32000."
     ),
-    seed: int = typer.Option(0, help="Of the first repeat; each has one more than the last."),
+    seed: int | None = typer.Option(
+        None, help="Of the first repeat; each has one more than the last. Unset: a fresh one."
+    ),
     timeout_s: float = typer.Option(600.0, min=0.1, help="Of one request."),
     warm_up: int | None = typer.Option(None, min=0, help=_WARM_UP_HELP),
     repeats: int = typer.Option(1, min=1, help="The table has medians, and least..greatest."),
@@ -73,15 +76,18 @@ def bench(  # noqa: PLR0913 (a command's options)
 ) -> None:
     """Measure a server under load."""
     from splitserve.bench.measure import Endpoint
-    from splitserve.bench.workloads import SPEC_FIELDS, workload_of
+    from splitserve.bench.workloads import SPEC_FIELDS, fresh_seed, workload_of
     from splitserve.client import Client
 
+    first_seed = fresh_seed() if seed is None else seed
     given = {name: context.params[name] for name in SPEC_FIELDS if name in context.params}
     spec = workload_of(workload.value, given)
     _check_files(plot, json_file)
     with Client(base_url, api_key, model=model) as client:
         endpoint = Endpoint(client.base_url, client.model, api_key)
-    done = [_run(replace(spec, seed=seed + i), warm_up, endpoint, i) for i in range(repeats)]
+    typer.echo(f"seed {first_seed} (--seed {first_seed} sends the same prompts again)")
+    specs = [replace(spec, seed=first_seed + repeat) for repeat in range(repeats)]
+    done = [_run(one, warm_up, endpoint, repeat) for repeat, one in enumerate(specs)]
     _show(done)
     _write(workload.value, done, plot, json_file)
     if any(one.report.num_failed for one in done):
@@ -92,9 +98,7 @@ def _check_files(plot: Path | None, json_file: Path | None) -> None:
     """Before a long run, not after it. Raises ConfigError."""
     from splitserve.profiling.report import require_plots
 
-    for path in (plot, json_file):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder {path.absolute().parent} to write {path} to")
+    check_output_files({"the numbers": json_file, "the plot": plot})
     if plot is not None:
         if plot.suffix != ".svg":
             raise ConfigError(f"--plot {plot}: it is an SVG, so its name must end with .svg")
@@ -138,7 +142,6 @@ def _write(
 
     if json_file is not None:
         text = json.dumps(document(workload, done), indent=1)
-        json_file.write_text(text + "\n", encoding="utf-8")
+        write_output(json_file, text + "\n")
     if plot is not None:
-        svg = bench_plot({workload: [one.run for one in done]})
-        plot.write_text(svg, encoding="utf-8")
+        write_output(plot, bench_plot({workload: [one.run for one in done]}))

@@ -13,7 +13,7 @@ chunks lie one behind the other, without padding:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from splitserve.engine.packing import to_device
 from splitserve.request import Sampling
 
 Ints = npt.NDArray[np.int64]
@@ -67,6 +68,37 @@ class Batch:
     logits_rows: Tensor  # int64 [num_sampling_chunks]: tokens that need logits
     sample_rows: Tensor | None  # int64 [num_samples] into logits_rows; None: one each, in order
     block_size: int
+
+    def check(self, vocab_size: int, num_positions: int) -> None:
+        """Raise IndexError for what tables of these lengths do not have, of a batch on the host.
+
+        Kernels take token ids and positions as places in memory.
+        """
+        for what, tensor, limit in (
+            ("token id", self.token_ids, vocab_size),
+            ("position", self.positions, num_positions),
+        ):
+            numbers = tensor.numpy()
+            low, high = int(numbers.min()), int(numbers.max())
+            if low < 0 or high >= limit:
+                raise IndexError(f"{what} {low if low < 0 else high} is not in 0 to {limit - 1}")
+
+    def to(self, device: torch.device) -> Batch:
+        """A batch on the host with its tensors on the device, by one copy; or itself, if there."""
+        if self.positions.device == device:
+            return self
+        rows = self.token_ids, self.positions, self.slot_mapping, self.logits_rows
+        sampled = () if self.sample_rows is None else (self.sample_rows,)
+        arrays = [tensor.numpy() for tensor in (*rows, *sampled)]
+        token_ids, positions, slots, logits_rows, *there = to_device(arrays, device, torch.int64)
+        return replace(
+            self,
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            logits_rows=logits_rows,
+            sample_rows=there[0] if there else None,
+        )
 
 
 def build_batch(

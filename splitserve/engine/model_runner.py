@@ -2,72 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from splitserve.config import EngineConfig
-from splitserve.engine.attention import make_attention
-from splitserve.engine.attention.base import AttentionShape
-from splitserve.engine.batch import Batch, Chunk, SampleRow, build_batch
+from splitserve.engine.batch import Chunk, SampleRow, build_batch
 from splitserve.engine.cpu.decoder import CpuDecoder
 from splitserve.engine.kernel_trace import KernelTrace
-from splitserve.engine.kv_cache import DTYPES, KVCache
-from splitserve.engine.models.config import ModelConfig, read_config
-from splitserve.engine.models.decoder import load_decoder
-from splitserve.engine.models.rope import Rope
-from splitserve.engine.resolve import layout_of, resolve
+from splitserve.engine.kv_cache import DTYPES
+from splitserve.engine.loading import Loaded, load
+from splitserve.engine.resolve import resolve_device
 from splitserve.engine.sampler import sample
 from splitserve.engine.step_work import WorkModel, meter_for
-from splitserve.errors import ConfigError
 from splitserve.request import SampledToken, Sampling
 from splitserve.work import Operation, StepSpent
 
 _WARM_UP_TOKENS = 64
 
 
-Forward = Callable[[Batch, Tensor], Tensor]
-
-
 class ModelRunner:
     """Owns the weights and the KV cache. One thread steps it at a time."""
 
-    def __init__(
-        self, config: EngineConfig, model: ModelConfig, decoder: Forward, kv_cache: KVCache
-    ) -> None:
-        self.config = config  # resolved: nothing in it is open
+    def __init__(self, loaded: Loaded) -> None:
+        config, model, kv_cache = loaded.config, loaded.model, loaded.kv_cache
+        self.config = config
         self.kv_cache = kv_cache
+        self.device = kv_cache.tensor.device
         self.layout = kv_cache.layout
         self.num_blocks = kv_cache.num_blocks
         self.vocab_size = model.vocab_size
         quantized = config.quantization == "int8"
         weight_dtype = torch.int8 if quantized else DTYPES[config.dtype]
         self.work_model = WorkModel.from_shapes(model, self.layout, weight_dtype)
-        self._decoder = decoder
-        self._meter = meter_for(kv_cache.tensor.device)
-        self._trace = KernelTrace(on_gpu=kv_cache.tensor.is_cuda)
+        self._decoder = loaded.decoder
+        self._capture = loaded.capture
+        self._meter = meter_for(self.device)
+        self._trace = KernelTrace(on_gpu=self.device.type == "cuda")
 
     @classmethod
     def load(cls, config: EngineConfig, device: str = "cpu") -> ModelRunner:
-        """Load a Hugging Face directory and set torch's thread count, which is the process's.
+        """Load a Hugging Face directory to "cpu" or "cuda:N"; see loading.py.
 
         Raises ConfigError, by name, for what this engine can't run, and for values that can't
         work.
         """
-        if device != "cpu":
-            raise ConfigError(f"device {device!r} is not supported; only cpu is")
-        directory = Path(config.model)
-        model, rope_config = read_config(directory)
-        resolved = resolve(config, model, rope_config)
-        assert resolved.num_threads and resolved.num_blocks and resolved.max_model_len
-        torch.set_num_threads(resolved.num_threads)
-        rope = Rope(rope_config, model.head_dim, resolved.max_model_len)
-        with torch.inference_mode():
-            decoder = _load_decoder(resolved, model, rope)
-        cache = KVCache(layout_of(resolved, model), resolved.num_blocks)
-        return cls(resolved, model, decoder, cache)
+        return cls(load(config, resolve_device(device)))
 
     @property
     def max_model_len(self) -> int:
@@ -85,8 +67,12 @@ class ModelRunner:
         return self.config.num_threads
 
     def step(self, chunks: Sequence[Chunk]) -> list[tuple[SampledToken, ...]]:
-        """Compute every chunk, at least one. One tuple each: a token for each of its samples."""
-        with self._trace.step() as watched:
+        """Compute every chunk, at least one. One tuple each: a token for each of its samples.
+
+        Nothing of it is still being computed when this returns or raises, so that blocks may be
+        given to others then.
+        """
+        with self._trace.step() as watched, self._until_done():
             logits = self.logits(chunks)
             if watched and isinstance(self._decoder, CpuDecoder):
                 self._trace.add(self._decoder.operations())
@@ -94,6 +80,14 @@ class ModelRunner:
             with self._meter.during("sample"), torch.inference_mode():
                 tokens = iter(sample(logits, rows) if rows else [])
         return [tuple(next(tokens) for _ in chunk.samples) for chunk in chunks]
+
+    @contextmanager
+    def _until_done(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -127,7 +121,8 @@ class ModelRunner:
         self.kv_cache.copy_blocks(pairs)
 
     def warm_up(self) -> None:
-        """A real prefill, then a decode row beside another prefill; the cache is zeros again.
+        """A real prefill, then a decode row beside another prefill; all that else may be compiled
+        or captured; the cache is zeros again.
 
         For an idle runner only: it writes into the first blocks.
         """
@@ -139,25 +134,9 @@ class ModelRunner:
         prefill = Chunk(history, 0, num_tokens, blocks, (row,))
         self.step([prefill])
         self.step([Chunk(history, num_tokens - 1, num_tokens, blocks, (row,)), prefill])
+        self.kv_cache.warm_up()
+        if self._capture is not None:
+            with torch.inference_mode():
+                self._capture()
         self.kv_cache.tensor[:, :, : len(blocks)] = 0
         self.take_spent()  # it was no step of anybody's
-
-
-def _load_decoder(config: EngineConfig, model: ModelConfig, rope: Rope) -> Forward:
-    """The compiled decoder where there is one for this CPU and dtype; else the one of torch."""
-    directory, dtype = Path(config.model), DTYPES[config.dtype]
-    int8, int8_kv = config.quantization == "int8", config.kv_cache_dtype == "int8"
-    if config.attention_backend == "cpu" and dtype == torch.bfloat16:
-        compiled = CpuDecoder.load(directory, model, rope, int8=int8, int8_kv=int8_kv)
-        if compiled is not None:
-            return compiled
-    if int8 or int8_kv:
-        raise ConfigError(
-            "int8 (quantization, kv_cache_dtype) needs a CPU with AVX-512 BF16, a C++ compiler and "
-            f"a head_dim that is a multiple of 8; head_dim is {model.head_dim}"
-        )
-    shape = AttentionShape(
-        model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5
-    )
-    attention = make_attention(config.attention_backend, shape, dtype)
-    return load_decoder(directory, model, rope, attention, dtype)

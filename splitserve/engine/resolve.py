@@ -17,28 +17,56 @@ from splitserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 CPU_BATCHED_TOKENS = 512
+GPU_BATCHED_TOKENS = 8192
 MOST_CPU_KV_BYTES = 1 << 30
+_FIRST_WITH_BF16 = (8, 0)  # compute capability
 _NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Backend = Literal["auto", "reference", "cpu", "triton"]
 
 
-def resolve(config: EngineConfig, model: ModelConfig, rope: RopeConfig) -> EngineConfig:
-    """The config with nothing left open, for a CPU. Raises ConfigError naming key and limit."""
+def resolve(
+    config: EngineConfig, model: ModelConfig, rope: RopeConfig, device: torch.device = CPU
+) -> EngineConfig:
+    """The config with nothing left open, but num_blocks on a GPU: how many there is room for is
+    known when the weights are there (gpu/memory.py).
+
+    Raises ConfigError naming key and limit.
+    """
+    on_gpu = device.type == "cuda"
+    batched_tokens = GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS
     resolved = dataclasses.replace(
         config,
-        dtype=resolve_dtype(config.dtype),
+        dtype=_gpu_dtype(config.dtype, device) if on_gpu else resolve_dtype(config.dtype),
         max_model_len=_max_model_len(config.max_model_len, model, rope),
         num_threads=config.num_threads or num_cores(),
-        max_num_batched_tokens=config.max_num_batched_tokens or CPU_BATCHED_TOKENS,
-        attention_backend="cpu" if config.attention_backend == "auto" else config.attention_backend,
+        max_num_batched_tokens=config.max_num_batched_tokens or batched_tokens,
+        attention_backend=_attention_backend(config.attention_backend, device),
     )
     _check_int8(resolved)
     if config.block_size < 1:
         raise ConfigError(f"block_size {config.block_size} is below 1")
-    num_blocks = _num_blocks(resolved, layout_of(resolved, model))
+    num_blocks = _num_blocks(resolved, layout_of(resolved, model), on_gpu)
     return dataclasses.replace(resolved, num_blocks=num_blocks)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name, "cpu" or "cuda:N". Raises ConfigError where it is not here."""
+    kind, _, number = name.partition(":")
+    if name == "cpu":
+        return CPU
+    if kind != "cuda" or not number.isdecimal():
+        raise ConfigError(f"device {name!r} is not supported; there are cpu and cuda:N")
+    if not torch.cuda.is_available():
+        built = "sees no GPU" if torch.version.cuda else "is built for CPUs only"
+        raise ConfigError(f"device {name!r} needs a GPU, and this torch {built}")
+    num_gpus = torch.cuda.device_count()
+    if int(number) >= num_gpus:
+        raise ConfigError(f"device {name!r} is not here: there are {num_gpus} GPUs, from cuda:0 on")
+    return torch.device("cuda", int(number))
 
 
 def layout_of(config: EngineConfig, model: ModelConfig) -> KVLayout:
@@ -66,6 +94,24 @@ def resolve_dtype(dtype: str) -> Dtype:
         logger.info("dtype auto: float32, because this CPU has no native bfloat16")
         return "float32"
     return "bfloat16" if dtype == "bfloat16" else "float32"
+
+
+def _gpu_dtype(dtype: Dtype | Literal["auto"], device: torch.device) -> Dtype:
+    """float16 where the GPU does not multiply bfloat16 itself."""
+    if dtype != "auto":
+        return dtype
+    if torch.cuda.get_device_capability(device) >= _FIRST_WITH_BF16:
+        return "bfloat16"
+    logger.info("dtype auto: float16, because this GPU has no native bfloat16")
+    return "float16"
+
+
+def _attention_backend(asked: Backend, device: torch.device) -> Backend:
+    if asked == "auto":
+        return "triton" if device.type == "cuda" else "cpu"
+    if asked == "cpu" and device.type != "cpu":
+        raise ConfigError(f"attention_backend 'cpu' is for CPUs, and the device is {device}")
+    return asked
 
 
 def has_native_bf16() -> bool:
@@ -109,12 +155,14 @@ def _max_model_len(asked: int | None, model: ModelConfig, rope: RopeConfig) -> i
     return length
 
 
-def _num_blocks(config: EngineConfig, layout: KVLayout) -> int:
+def _num_blocks(config: EngineConfig, layout: KVLayout, on_gpu: bool) -> int | None:
     if config.num_blocks is not None:
         if config.num_blocks < 1:
             raise ConfigError(f"num_blocks {config.num_blocks} is below 1")
         return config.num_blocks
     memory = config.kv_cache_memory_bytes
+    if memory is None and on_gpu:
+        return None
     if memory is None:
         memory = min(MOST_CPU_KV_BYTES, free_memory_bytes() // 10)
     num_blocks = memory // (layout.token_bytes * layout.block_size)

@@ -1,4 +1,5 @@
-"""Kernels on a real GPU. They need torch, triton, numpy and pytest, nothing else of the package's:
+"""Kernels and the step on a real GPU. Kernels need torch, triton, numpy and pytest; the step needs
+transformers, tokenizers and safetensors too; nothing else of the package's:
 
 python -m pytest -c /dev/null --rootdir . tests/gpu
 

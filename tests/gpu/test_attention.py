@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ if not torch.cuda.is_available():
 from splitserve.engine.attention import make_attention
 from splitserve.engine.attention.triton_backend import TritonAttention
 from splitserve.engine.batch import Batch
+from splitserve.engine.gpu.rows import PaddedRows
 from tests.kernels.cases import Case, Spans, reference
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -95,7 +98,8 @@ def test_a_captured_graph_serves_one_batch_after_another(dtype: torch.dtype) -> 
     first = Case(4, 2, 128, dtype, (), device="cuda")
     backend = make_attention("triton", first.shape, dtype)
     assert isinstance(backend, TritonAttention)
-    plan = backend.static_plan(num_rows, most_tokens, first.block_size, torch.device("cuda"))
+    padded = PaddedRows(num_rows, most_tokens, first.block_size, torch.device("cuda"))
+    plan = backend.decode_plan(padded.attended, most_tokens)
     query = torch.zeros(num_rows, 8, 128, dtype=dtype, device="cuda")
     layer_kv = torch.zeros(2, 2000, 16, 2, 128, dtype=dtype, device="cuda")
     plan.attend(query, layer_kv)  # compiles, which a capture does not allow
@@ -108,7 +112,7 @@ def test_a_captured_graph_serves_one_batch_after_another(dtype: torch.dtype) -> 
         case = Case(4, 2, 128, dtype, spans, device="cuda")
         batch = case.batch()
         rows, kv = case.query(batch), case.layer_kv(batch)
-        plan.load(batch)
+        padded.load(replace(case, device="cpu").batch())
         query[: len(spans)] = rows
         layer_kv[:, : kv.shape[1]] = kv
         graph.replay()

@@ -29,7 +29,10 @@ def test_two_modes_are_compared_and_a_failure_is_shown(
         assert turn["failure"] is None
         assert (turn["report"]["num_completed"], turn["report"]["errors"]) == (6, {})
         assert turn["report"]["numbers"]["output_tokens"] == 6 * 8
+        assert 0 <= turn["busy_others"] <= 1
+        assert turn["version"]
     assert "--block-size" in broken["failure"]
+    assert broken["busy_others"] is None
     ratio = document["ratios"]["split"]["output_tokens_per_s"]
     rates = [turn["report"]["numbers"]["output_tokens_per_s"] for turn in (alone, split)]
     assert ratio["median"] == pytest.approx(rates[1] / rates[0])

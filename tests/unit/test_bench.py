@@ -2,22 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from splitserve.bench import BenchSpec, MixedSpec, run_bench
 from splitserve.bench.measure import Endpoint, measure
 from splitserve.bench.workloads import warm_up_of
 from splitserve.bench_http import post, target_of
-from splitserve.cli import app
 from splitserve.errors import StreamBrokenError, UnavailableError
 from tests.unit.scripted_server import Exchange, scripted_server
 
@@ -125,8 +121,16 @@ def test_mixed_load_does_not_flood_a_server_that_refuses() -> None:
 def test_warm_up_is_sent_first_and_not_counted() -> None:
     with scripted_server(answer) as server:
         endpoint = Endpoint(server.base_url, "m")
-        measured = asyncio.run(measure(SPEC, warm_up_of(SPEC, 2), endpoint))
-        assert len(server.exchanges) == 10
+        sent_before: list[int] = []
+        measured = asyncio.run(
+            measure(
+                SPEC,
+                warm_up_of(SPEC, 2),
+                endpoint,
+                on_warm=lambda: sent_before.append(len(server.exchanges)),
+            )
+        )
+        assert (sent_before, len(server.exchanges)) == ([2], 10)
     assert measured.report.num_requests == len(measured.run.outcomes) == 8
 
 
@@ -201,63 +205,3 @@ def test_targets() -> None:
     target = target_of("https://example.org/base/v1", "/v1/completions", None)
     assert (target.host, target.port, target.tls) == ("example.org", 443, True)
     assert target.path == "/base/v1/completions"
-
-
-def bench(base_url: str, *arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", "--base-url", base_url, *arguments])
-
-
-FOUR = "--num-requests 4 --prompt-tokens 6 --output-tokens 3".split()
-
-
-def test_command_prints_and_writes_the_report(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    with scripted_server(answer) as server:
-        files = ("--json", str(path), "--warm-up", "0")
-        done = bench(server.base_url, *FOUR, "--slo-tpot-s", "9", *files)
-    assert done.exit_code == 0, done.output
-    assert "4 of 4 completed" in done.output
-    assert "hand-off gap" in done.output
-    assert "within the SLO" in done.output
-    document = json.loads(path.read_text())
-    assert (document["workload"], document["spec"]["concurrency"]) == ("w1", 16)
-    assert document["numbers"]["output_tokens"]["median"] == 12
-    (repeat,) = document["repeats"]
-    assert [len(request["token_times_s"]) for request in repeat["requests"]] == [3] * 4
-
-
-def test_command_repeats_with_seeds_of_their_own_and_draws(tmp_path: Path) -> None:
-    json_file, plot = tmp_path / "report.json", tmp_path / "plot.svg"
-    with scripted_server(answer) as server:
-        files = ("--json", str(json_file), "--plot", str(plot))
-        done = bench(server.base_url, *FOUR, "--repeats", "3", "--warm-up", "1", *files)
-        prompts = {tuple(exchange.body["prompt"]) for exchange in server.exchanges}
-    assert done.exit_code == 0, done.output
-    assert len(prompts) == 3 * (4 + 1)
-    assert "medians of 3 repeats" in done.output and "12 of 12 completed" in done.output
-    document = json.loads(json_file.read_text())
-    assert [repeat["seed"] for repeat in document["repeats"]] == [0, 1, 2]
-    assert document["numbers"]["ttft_p50_ms"]["num_values"] == 3
-    assert plot.read_text().startswith("<svg")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--plot plot.png", "must end with .svg"),
-        ("--json nowhere/report.json", "there is no folder"),
-        ("--workload w3 --prompt-tokens 7", "w3 has no --prompt-tokens"),
-    ],
-)
-def test_command_refuses_before_it_sends_anything(arguments: str, message: str) -> None:
-    with scripted_server(answer) as server:
-        done = bench(server.base_url, *arguments.split())
-        assert server.exchanges == []
-    assert message in str(done.exception)
-
-
-def test_command_fails_when_a_request_failed() -> None:
-    with scripted_server(broken("cut")) as server:
-        done = bench(server.base_url, "--num-requests", "2", "--warm-up", "0")
-    assert done.exit_code == 1
-    assert "ERROR: 2 x the reply was cut" in done.output

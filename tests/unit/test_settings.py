@@ -131,6 +131,14 @@ def test_the_printed_document_says_the_same_when_read_back() -> None:
     assert resolve({}, file=settings.document, environ={}) == settings
 
 
+def test_triton_is_for_pools_with_gpus() -> None:
+    given: dict[str, Any] = {"attention_backend": "triton", "decode_devices": "1"}
+    assert settings_of(prefill=0, **given).decode.devices == (1,)
+    assert settings_of(prefill_devices="0", **given).prefill.engine.attention_backend == "triton"
+    on_ray = settings_of({"decode": {"num_gpus": 0.5}}, prefill=0, attention_backend="triton")
+    assert on_ray.decode.engine.attention_backend == "triton"
+
+
 def test_client_keys_are_not_printed() -> None:
     settings = settings_of(api_key=["secret-1", "secret-2"])
     assert settings.api_keys == ("secret-1", "secret-2")
@@ -174,7 +182,9 @@ def test_placement_of_a_pool_comes_from_the_file() -> None:
         ({"prefill_devices": "0,x"}, "--prefill-devices: expected GPU numbers"),
         ({"transport": "nixl"}, "--transport nixl is not built yet"),
         ({"enable_prefix_caching": True}, "--enable-prefix-caching True is not built yet"),
-        ({"decode_attention_backend": "triton"}, "--decode-attention-backend triton is not built"),
+        ({"decode_attention_backend": "triton"}, "triton needs a GPU.* --decode-devices 0"),
+        ({"attention_backend": "triton", "decode_devices": "0"}, "needs a GPU.* --prefill-devices"),
+        ({"attention_backend": "cpu", "prefill_devices": "0"}, "prefill workers have GPUs"),
         ({"host": "0.0.0.0"}, r"--host 0\.0\.0\.0 .* give an --api-key"),
         ({"host": "example.org"}, "give an --api-key"),
         ({"prefill_block_size": 32}, "block_size must be the same.* prefill has 32, decode 16"),

@@ -180,12 +180,13 @@ class Attention {
         const int64_t first = part * PART;
         const int64_t count = std::min(PART, tile.position + tile.count - first);
         int64_t offsets[PART];
-        for (int64_t i = 0; i < round_up(count, PANEL); i++) {
-            const int64_t token = first + std::min(i, count - 1);
-            const int64_t slot = tile.table[token / batch_.block_size] * batch_.block_size +
-                                 token % batch_.block_size;
+        int64_t block = first / batch_.block_size, place = first % batch_.block_size;
+        for (int64_t i = 0; i < count; i++) {  // a division for each would take longer than its sums
+            const int64_t slot = tile.table[block] * batch_.block_size + place;
             offsets[i] = (slot * heads_.num_kv_heads + item.first_kv_head) * heads_.kv_bytes();
+            if (++place == batch_.block_size) block++, place = 0;
         }
+        for (int64_t i = count; i < round_up(count, PANEL); i++) offsets[i] = offsets[count - 1];
         const int64_t num_heads = item.end_kv_head - item.first_kv_head;
         room.keys.find(heads_, keys, offsets, count, num_heads);
         room.values.find(heads_, values, offsets, count, num_heads);

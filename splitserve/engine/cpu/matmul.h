@@ -40,17 +40,17 @@ template <int R, typename Weight>
 inline void multiply_tile(const bf16* x, int64_t stride, const Weight* panel, int64_t num_pairs,
                           float* out, int64_t out_stride) {
     __m512 left[R], right[R];
-    for (int r = 0; r < R; r++) left[r] = right[r] = _mm512_setzero_ps();
+    UNROLL for (int r = 0; r < R; r++) left[r] = right[r] = _mm512_setzero_ps();
     for (int64_t k = 0; k < num_pairs; k++) {
         const __m512bh w0 = load_bf16(panel + k * 2 * PANEL);
         const __m512bh w1 = load_bf16(panel + k * 2 * PANEL + PANEL);
-        for (int r = 0; r < R; r++) {
+        UNROLL for (int r = 0; r < R; r++) {
             const __m512bh pair = pair_at(x + r * stride + 2 * k);
             left[r] = _mm512_dpbf16_ps(left[r], pair, w0);
             right[r] = _mm512_dpbf16_ps(right[r], pair, w1);
         }
     }
-    for (int r = 0; r < R; r++) {
+    UNROLL for (int r = 0; r < R; r++) {
         _mm512_storeu_ps(out + r * out_stride, left[r]);
         _mm512_storeu_ps(out + r * out_stride + LANES, right[r]);
     }

@@ -120,16 +120,16 @@ template <int R>
 inline void score(const bf16* query, int64_t dim, const TokenRows& keys, float* scores) {
     for (int64_t key = 0; key < keys.count; key += LANES) {
         __m512 sums[R];
-        for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+        UNROLL for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
         for (int64_t at = 0; at < dim; at += 8) {
             __m512i pairs[4];
             four_pairs(keys.rows + key, at, pairs);
-            for (int i = 0; i < 4; i++)
-                for (int r = 0; r < R; r++)
+            UNROLL for (int i = 0; i < 4; i++)
+                UNROLL for (int r = 0; r < R; r++)
                     sums[r] = _mm512_dpbf16_ps(sums[r], pair_at(query + r * dim + at + 2 * i),
                                                (__m512bh)pairs[i]);
         }
-        for (int r = 0; r < R; r++) _mm512_storeu_ps(scores + r * PART + key, sums[r]);
+        UNROLL for (int r = 0; r < R; r++) _mm512_storeu_ps(scores + r * PART + key, sums[r]);
     }
 }
 
@@ -138,23 +138,23 @@ template <int R, int P>
 inline void add_up(const bf16* weights, const TokenRows& values, int64_t column, int64_t dim,
                    float* out, int64_t width) {
     __m512 sums[R][2 * P];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < 2 * P; v++) sums[r][v] = _mm512_setzero_ps();
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < 2 * P; v++) sums[r][v] = _mm512_setzero_ps();
     for (int64_t token = 0; token < values.count; token += 2) {
         const bf16* const* rows = values.rows + token;
-        for (int p = 0; p < P; p++) {
+        UNROLL for (int p = 0; p < P; p++) {
             const int64_t at = column + p * PANEL;
             __m512i both[2];
             interleave(rows[0] + at, rows[1] + at, first_numbers(dim - at), both);
-            for (int r = 0; r < R; r++)
-                for (int v = 0; v < 2; v++)
+            UNROLL for (int r = 0; r < R; r++)
+                UNROLL for (int v = 0; v < 2; v++)
                     sums[r][2 * p + v] =
                         _mm512_dpbf16_ps(sums[r][2 * p + v], pair_at(weights + r * PART + token),
                                          (__m512bh)both[v]);
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < 2 * P; v++)
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < 2 * P; v++)
             _mm512_storeu_ps(out + r * width + column + v * LANES, sums[r][v]);
 }
 

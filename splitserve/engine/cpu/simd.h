@@ -13,6 +13,9 @@
 
 using bf16 = uint16_t;  // the upper half of an f32
 
+// Sums stay in registers only where the loops over them are gone.
+#define UNROLL _Pragma("GCC unroll 16")
+
 constexpr float LOG2_E = 1.442695041f;
 constexpr int LANES = 16;
 constexpr int PANEL = 32;  // columns that a matrix product computes at once

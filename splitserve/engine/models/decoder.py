@@ -72,6 +72,7 @@ class Decoder:
 
     def __call__(self, batch: Batch, kv: Tensor) -> Tensor:
         """Write the batch's KV into the cache `kv` and return logits [logits_rows, vocab]."""
+        batch = batch.to(kv.device)
         hidden = self._embedding.index_select(0, batch.token_ids)
         angles = self._rope.at(batch.positions)
         plan = self._attention.plan(batch)
@@ -89,6 +90,9 @@ def load_decoder(
     attention: AttentionBackend,
     dtype: torch.dtype,
 ) -> Decoder:
-    """The decoder with its weights laid out. Raises ConfigError naming what is missing."""
-    with open_weights(directory, dtype) as weights:
+    """The decoder with its weights laid out, where the tables of `rope` are.
+
+    Raises ConfigError naming what is missing.
+    """
+    with open_weights(directory, dtype, rope.tables[0].device) as weights:
         return Decoder(config, weights, rope, attention)

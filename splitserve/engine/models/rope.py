@@ -12,6 +12,7 @@ from splitserve.errors import ConfigError
 
 # Kinds whose factor may reach beyond max_position_embeddings.
 _STRETCHING = ("linear", "yarn")
+_CPU = torch.device("cpu")
 
 
 def longest_context(rope: RopeConfig, max_positions: int) -> int:
@@ -26,18 +27,26 @@ def longest_context(rope: RopeConfig, max_positions: int) -> int:
 class Rope:
     """Cosines and sines [max_model_len, 1, head_dim] in f32, for every kind transformers knows.
 
+    They are computed on the CPU, so that they are the same on every device.
+
     Where the kind depends on a sequence's length (longrope), max_model_len decides for all:
     keys in the cache can't be turned again when a sequence grows past the border. Raises
     ConfigError for an unknown kind.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        max_model_len: int,
+        device: torch.device = _CPU,
+    ) -> None:
         frequencies, factor = frequencies_of(rope, head_dim, max_model_len)
         angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
         cosine, sine = angles.cos() * factor, angles.sin() * factor
-        self._cosine = torch.cat((cosine, cosine), -1)[:, None]
+        self._cosine = torch.cat((cosine, cosine), -1)[:, None].to(device)
         # Half a turn to the left of the vector is its rotation but for the sign of one half.
-        self._sine = torch.cat((-sine, sine), -1)[:, None]
+        self._sine = torch.cat((-sine, sine), -1)[:, None].to(device)
         self._half = head_dim // 2
 
     @property

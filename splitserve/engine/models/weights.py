@@ -15,14 +15,15 @@ from torch import Tensor
 from splitserve.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
+_CPU = torch.device("cpu")
 
 
 class Weights:
     """The tensors of one checkpoint, each read when it is asked for, in one dtype."""
 
-    def __init__(self, files: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, files: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self._files = files  # tensor name → open file
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
 
     def get(self, name: str, *shape: int) -> Tensor:
         """The tensor, in memory of its own. ConfigError if it isn't there or has another shape."""
@@ -33,12 +34,17 @@ class Weights:
             raise ConfigError(
                 f"tensor {name!r} is {tuple(tensor.shape)}; config.json makes it {shape}"
             )
-        return tensor.to(self._dtype, copy=True)
+        return tensor.to(self._device, self._dtype, copy=True)
 
 
 @contextmanager
-def open_weights(directory: Path, dtype: torch.dtype) -> Iterator[Weights]:
-    """The weights of a Hugging Face directory. ConfigError when they are missing or broken."""
+def open_weights(
+    directory: Path, dtype: torch.dtype, device: torch.device = _CPU
+) -> Iterator[Weights]:
+    """The weights of a Hugging Face directory, read to the device.
+
+    ConfigError when they are missing or broken.
+    """
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in _paths(directory):
@@ -47,7 +53,7 @@ def open_weights(directory: Path, dtype: torch.dtype) -> Iterator[Weights]:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path}: {error}") from error
             files.update(dict.fromkeys(opened.keys(), opened))
-        yield Weights(files, dtype)
+        yield Weights(files, dtype, device)
 
 
 def _paths(directory: Path) -> list[Path]:

@@ -7,6 +7,7 @@ import torch
 
 from splitserve.engine.attention import make_attention
 from splitserve.engine.attention.triton_backend import TritonAttention
+from splitserve.engine.gpu.rows import PaddedRows
 from tests.kernels.cases import Case
 from tests.kernels.interpreted.checks import attend, check
 
@@ -36,15 +37,16 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     assert found[sick].isnan().all() and torch.equal(found[~sick], healthy[~sick])
 
 
-def test_a_static_plan_serves_one_batch_after_another() -> None:
+def test_a_plan_over_padded_rows_serves_one_batch_after_another() -> None:
     backend = make_attention("triton", Case(3, 1, 64, torch.float32, ()).shape, torch.float32)
     assert isinstance(backend, TritonAttention)
-    plan = backend.static_plan(4, 300, 16, torch.device("cpu"))
+    rows = PaddedRows(4, 300, 16, torch.device("cpu"))
+    plan = backend.decode_plan(rows.attended, rows.most_tokens)
     for spans in (((299, 300), (15, 16), (16, 17), (130, 131)), ((0, 1), (40, 41)), ((5, 6),)):
         case = Case(3, 1, 64, torch.float32, spans)
         batch = case.batch()
         query, layer_kv = case.query(batch), case.layer_kv(batch)
-        plan.load(batch)
+        rows.load(batch)
         padded = torch.full((4, *query.shape[1:]), torch.nan)
         padded[: len(spans)] = query
         found = plan.attend(padded, layer_kv)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -14,33 +12,10 @@ from splitserve.engine.attention import base
 from splitserve.engine.kv_cache import KVCache
 from splitserve.engine.triton_kernels.kv_copy import gather_kv, scatter_kv
 from splitserve.engine.triton_kernels.write_kv import write_kv
+from tests.kernels.boxes import Box
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 BLOCK_IDS = (7, 2, 3, 9)
-
-
-@dataclass(frozen=True)
-class Box:
-    """A Region."""
-
-    layer_start: int
-    layer_end: int
-    token_start: int
-    token_end: int
-    head_start: int
-    head_end: int
-
-    @property
-    def slots(self) -> Tensor:
-        tokens = np.arange(self.token_start, self.token_end)
-        return torch.from_numpy(np.array(BLOCK_IDS)[tokens // 5] * 5 + tokens % 5)
-
-    def view(self, cache: KVCache) -> Tensor:
-        layers, heads = (
-            slice(self.layer_start, self.layer_end),
-            slice(self.head_start, self.head_end),
-        )
-        return cache.tensor[layers, :, :, :, heads]
 
 
 BOXES = [
@@ -49,6 +24,16 @@ BOXES = [
     Box(1, 2, 3, 18, 1, 3),
     Box(0, 1, 5, 6, 3, 4),
 ]
+
+
+def slots_of(box: Box) -> Tensor:
+    tokens = np.arange(box.token_start, box.token_end)
+    return torch.from_numpy(np.array(BLOCK_IDS)[tokens // 5] * 5 + tokens % 5)
+
+
+def view_of(cache: KVCache, box: Box) -> Tensor:
+    layers, heads = slice(box.layer_start, box.layer_end), slice(box.head_start, box.head_end)
+    return cache.tensor[layers, :, :, :, heads]
 
 
 def cache_of(dtype: str, seed: int, head_dim: int = 80) -> KVCache:
@@ -69,7 +54,7 @@ def staging_of(cache: KVCache, box: Box) -> Tensor:
 def test_gather_is_what_the_cache_reads(box: Box, dtype: str) -> None:
     cache = cache_of(dtype, seed=1)
     staging = staging_of(cache, box)
-    gather_kv(box.view(cache), box.slots, staging)
+    gather_kv(view_of(cache, box), slots_of(box), staging)
     assert staging.view(torch.uint8).numpy().tobytes() == cache.read(BLOCK_IDS, box)
 
 
@@ -79,7 +64,7 @@ def test_scatter_is_what_the_cache_writes(box: Box, dtype: str) -> None:
     found, expected = cache_of(dtype, seed=1), cache_of(dtype, seed=1)
     staging = staging_of(found, box)
     staging.copy_(torch.randn(staging.shape, generator=torch.Generator().manual_seed(2)))
-    scatter_kv(box.view(found), box.slots, staging)
+    scatter_kv(view_of(found, box), slots_of(box), staging)
     expected.write(BLOCK_IDS, box, staging.view(torch.uint8).numpy().data.cast("B"))
     assert torch.equal(found.tensor, expected.tensor)
 

@@ -71,6 +71,30 @@ def test_failed_requests_are_told_with_the_turn_and_at_the_end() -> None:
     assert "ERROR: 3 x HTTP 429: full" in report_text(compared(bad, turn(B, 0, 15)))
 
 
+def test_runs_with_failures_are_in_no_median_and_no_ratio() -> None:
+    fast_half = turn(B, 1, 900, {"HTTP 500: slow": 16})
+    comparison = compared(turn(A, 0, 10), turn(B, 0, 20), turn(A, 1, 10), fast_half)
+    rate, ratio = (
+        found["output_tokens_per_s"] for found in (comparison.numbers(B), comparison.ratios(B))
+    )
+    assert (rate.high, rate.num_values) == (20, 1)
+    assert (ratio.high, ratio.num_values) == (2, 1)
+    assert document(comparison)["turns"][3]["is_clean"] is False
+    medians, ratios, _ = report_text(comparison).split("\n\n")
+    for table in (medians, ratios):
+        assert "runs with failures left out" in table.splitlines()[0]
+    assert "b (1 of 2 runs)" in medians
+    assert "left out" not in report_text(compared(turn(A, 0, 10), turn(B, 0, 20)))
+
+
+def test_others_at_work_while_measured_are_told() -> None:
+    beside = dataclasses.replace(turn(A, 0, 10), busy_others=0.31)
+    assert "WARNING: others used 31% of the machine" in turn_text(beside, 1, W1)
+    assert "WARNING: others used 31%" in report_text(compared(beside, turn(B, 0, 15)))
+    alone = dataclasses.replace(turn(A, 0, 10), busy_others=0.1)
+    assert "WARNING" not in turn_text(alone, 1, W1) and not alone.is_doubtful
+
+
 def test_a_busy_machine_is_told() -> None:
     busy = dataclasses.replace(turn(A, 0, 10), busy_before=0.45)
     assert "WARNING: 45% of the machine was in use" in turn_text(busy, 1, W1)
@@ -104,4 +128,5 @@ def test_the_file_has_everything_but_keys() -> None:
         ("b", 1),
     ]
     assert found["turns"][3]["failure"] == "gone"
+    assert found["servers"][1]["command"] == ["serve", "b"]
     assert "secret" not in str(found)

@@ -47,6 +47,16 @@ def test_tokens_that_only_usage_tells_of_are_counted_and_known_to_be() -> None:
     assert (outcome.token_times_s, outcome.num_hidden) == ((1.0, 2.0, 2.0), 1)
 
 
+@pytest.mark.parametrize(
+    ("details", "num_cached"),
+    [({"cached_tokens": 12}, 12), ({"cached_tokens": None}, 0), (None, 0)],
+)
+def test_usage_may_tell_of_a_cache(details: Any, num_cached: int) -> None:
+    told = usage(1)
+    told["usage"]["prompt_tokens_details"] = details
+    assert outcome_of(raw((11, chunk(1)), (11, told), (11, "[DONE]"))).num_cached == num_cached
+
+
 def test_without_usage_chunks_are_all_there_is() -> None:
     reply = raw((11, PLAIN), (12, PLAIN), (13, "[DONE]"))
     assert outcome_of(reply).token_times_s == (1.0, 2.0)
@@ -77,6 +87,7 @@ def test_counts_that_do_not_agree_are_errors(events: list[Any], cause: str) -> N
         ({"error": {"message": "worker died"}}, "error event: worker died"),
         ({"error": "worker died"}, "error event: worker died"),
         ("no JSON", "an event that can't be read"),
+        ([1], "an event that can't be read"),
         ({"usage": {}, "choices": [{"text": "x", "token_ids": 3}]}, "an event that can't be read"),
     ],
 )

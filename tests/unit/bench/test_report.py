@@ -65,6 +65,18 @@ def test_hidden_tokens_are_told() -> None:
     assert "1 of 3 tokens" in warning
 
 
+def test_prompts_from_a_cache_are_told() -> None:
+    known = Outcome((1.0, 2.0), num_cached=16)
+    (warning,) = analyze(run_of(known, known)).warnings
+    assert "32 tokens of the prompts in a cache" in warning
+    (warning,) = analyze(run_of(dataclasses.replace(known, kind="long"), spec=MIXED)).warnings
+    assert "16 tokens of the prompts" in warning
+    shared = dataclasses.replace(SPEC, shared_prefix_tokens=16)
+    assert analyze(run_of(known, spec=shared)).warnings == ()
+    sent_before = dataclasses.replace(known, num_cached=20)
+    assert "4 tokens" in analyze(run_of(sent_before, spec=shared)).warnings[0]
+
+
 def mixed_run(*, long: Outcome | None = None) -> Run:
     """Tokens of a stream every 0.5 s to 2.5, at 4.5 (a long prompt came between), then to 7."""
     times = (0.5, 1.0, 1.5, 2.0, 2.5, 4.5, 5.0, 5.5, 6.25, 7.0)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 import sys
@@ -90,11 +91,31 @@ def test_servers_in_a_file() -> None:
         ("a: {command: x, prot: 1}", "server a is not a mapping with keys of api_key, command"),
         ("a: {model: x}", "neither a command nor a url"),
         ("a: {url: x}\na: {url: y}", "again"),
+        ("a: {command: null}", "neither a command nor a url"),
+        ("a: {url: x, env: [A]}", "env is not a mapping"),
+        ("""a: {command: "serve 'x"}""", "the command can't be read"),
     ],
 )
 def test_files_that_say_nothing_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         servers_of(text)
+
+
+def test_what_is_null_in_a_file_was_not_given() -> None:
+    (server,) = servers_of("a: {command: serve, url: null, env: null}")
+    assert server == server_of("a=serve")
+
+
+def test_a_description_has_what_tunes_a_server_and_no_secrets() -> None:
+    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_TOKEN": "t0p", "my_api_key": "t0p"}
+    command = ("serve", "--api-key", "t0p", "--ssl-key=t0p", "--max-num-batched-tokens", "64")
+    server = Server("a", "http://a", (*command, "t0p"), "/up", "m", "t0p", env)
+    described = server.described()
+    assert described["env"]["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert set(described["env"]) == set(env)
+    assert described["command"][-3:-1] == ["--max-num-batched-tokens", "64"]
+    assert (described["health"], described["model"]) == ("/up", "m")
+    assert "t0p" not in str(described)
 
 
 def scripted(tmp_path: Path, port: int, script: str = SCRIPT) -> Server:
@@ -105,9 +126,10 @@ def scripted(tmp_path: Path, port: int, script: str = SCRIPT) -> Server:
 
 
 def test_a_server_is_waited_for_and_stopped_with_all_it_started(tmp_path: Path) -> None:
-    with running(scripted(tmp_path, free_port()), 30) as endpoint:
-        assert endpoint.model == "scripted"
+    with running(scripted(tmp_path, free_port()), 30) as up:
+        assert (up.endpoint.model, up.version) == ("scripted", None)
         child = int((tmp_path / "pid").read_text())
+        assert os.getsid(child) == up.session_id
         assert is_running(child)
     assert not is_running(child)
 
@@ -142,10 +164,11 @@ def test_a_server_that_is_in_the_way_is_not_measured() -> None:
 
 def test_a_server_that_runs_already_is_left_running() -> None:
     def ready(exchange: Exchange) -> None:
-        exchange.json({})
+        exchange.json({"version": "0.32"} if exchange.path == "/version" else {})
 
     with scripted_server(ready) as server:
-        with running(server_of(f"peer={server.base_url}"), 5) as endpoint:
-            assert (endpoint.base_url, endpoint.model) == (server.base_url, "tiny")
+        with running(server_of(f"peer={server.base_url}"), 5) as up:
+            assert (up.endpoint.base_url, up.endpoint.model) == (server.base_url, "tiny")
+            assert (up.session_id, up.version) == (None, "0.32")
         with running(server_of(f"peer={server.base_url}"), 5):
             pass

@@ -10,6 +10,7 @@ from splitserve.bench.workloads import (
     BenchSpec,
     MixedSpec,
     arrival_times_s,
+    fresh_seed,
     make_prompts,
     mixed_prompt,
     request_body,
@@ -37,6 +38,13 @@ def test_no_two_seeds_have_a_prompt_in_common() -> None:
     warm_ups = [spec for one in specs if isinstance(spec := warm_up_of(one), BenchSpec)]
     prompts = [tuple(prompt) for spec in (*specs, *warm_ups) for prompt in make_prompts(spec)]
     assert len(set(prompts)) == len(prompts) == 20 * (8 + 3)
+
+
+def test_fresh_seeds_differ_and_stay_below_those_of_warm_up() -> None:
+    seeds = {fresh_seed() for _ in range(20)}
+    assert len(seeds) > 15
+    warm_up = warm_up_of(SPEC)
+    assert warm_up is not None and max(seeds) < warm_up.seed - 1000
 
 
 def test_requests_pin_the_amount_of_work() -> None:

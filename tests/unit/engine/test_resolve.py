@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from splitserve.config import EngineConfig, KVLayout
 from splitserve.engine import resolve
 from splitserve.engine.model_runner import ModelRunner
+from splitserve.engine.models.config import read_config
 from splitserve.errors import ConfigError
 from tests.unit.engine.conftest import LoadRunner
 
@@ -69,9 +71,81 @@ def test_what_can_not_work_is_refused_by_name(
         load(tiny_llama, **changes)
 
 
-def test_another_device_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match="'cuda:0'"):
-        ModelRunner.load(EngineConfig(str(tiny_llama)), "cuda:0")
+def test_without_triton_its_extra_is_named(
+    tiny_llama: Path, load: LoadRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError, match=r"'triton' on cpu needs triton: .*splitserve\[triton\]"):
+        load(tiny_llama, attention_backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "message"),
+    [
+        ("tpu", 2, "'tpu' is not supported; there are cpu and cuda:N"),
+        ("cuda", 2, "'cuda' is not supported"),
+        ("cuda:-1", 2, "'cuda:-1' is not supported"),
+        ("cuda:0", 0, "'cuda:0' needs a GPU, and this torch"),
+        ("cuda:2", 2, "'cuda:2' is not here: there are 2 GPUs, from cuda:0 on"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, name: str, num_gpus: int, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(ConfigError, match=message):
+        ModelRunner.load(EngineConfig(str(tiny_llama)), name)
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve.resolve_device("cpu") == torch.device("cpu")
+    assert resolve.resolve_device("cuda:1") == torch.device("cuda", 1)
+
+
+def on_gpu(directory: Path, **changes: Any) -> EngineConfig:
+    options: dict[str, Any] = {"dtype": "bfloat16", "num_threads": 1}
+    asked = EngineConfig(str(directory), **(options | changes))
+    return resolve.resolve(asked, *read_config(directory), torch.device("cuda", 0))
+
+
+def test_on_a_gpu_only_the_number_of_blocks_is_left_open(tiny_llama: Path) -> None:
+    config = on_gpu(tiny_llama)
+    assert (config.attention_backend, config.dtype) == ("triton", "bfloat16")
+    assert (config.max_num_batched_tokens, config.max_model_len) == (8192, 512)
+    assert config.num_blocks is None
+    assert on_gpu(tiny_llama, num_blocks=7).num_blocks == 7
+    memory = 5 * 16 * TOKEN_BYTES // 2 + 1
+    assert on_gpu(tiny_llama, kv_cache_memory_bytes=memory).num_blocks == 5
+    assert on_gpu(tiny_llama, attention_backend="reference").attention_backend == "reference"
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float16"), ((9, 0), "bfloat16")])
+def test_on_a_gpu_auto_is_what_it_multiplies(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, capability: tuple[int, int], dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert on_gpu(tiny_llama, dtype="auto").dtype == dtype
+    for explicit in ("float16", "float32"):
+        assert on_gpu(tiny_llama, dtype=explicit).dtype == explicit
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_backend": "cpu"}, "attention_backend 'cpu' is for CPUs.* cuda:0"),
+        ({"quantization": "int8"}, "quantization int8 needs attention_backend cpu"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 needs attention_backend cpu"),
+        ({"kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes 100"),
+    ],
+)
+def test_what_a_gpu_can_not_do_is_refused(
+    tiny_llama: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        on_gpu(tiny_llama, **changes)
 
 
 @pytest.mark.parametrize(
