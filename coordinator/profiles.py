@@ -132,7 +132,8 @@ class Profiles:
         return sends
 
     def observed(self, message: m.Observed) -> bool:
-        """What a worker told of itself. Whether anybody looks."""
+        """What a worker told of itself; a profile has none of what was before it began. Whether
+        anybody looks."""
         now = self._clock()
         open_profiles = self._open()
         for profile in open_profiles:
@@ -140,11 +141,12 @@ class Profiles:
             profile.num_lost += message.num_lost
             if rows := _rows_since(message.rows, at):
                 profile.tell({"type": "steps", "worker_id": message.worker_id, "rows": rows})
-            for window in message.windows:
+            for window in (window for window in message.windows if window.age_s <= at):
                 evidence = asdict(window.evidence)
                 told = {"at": at - window.age_s, "evidence": evidence}
                 profile.tell({"type": "window", "worker_id": message.worker_id, **told})
-            if events := [[k.name, at - k.age_s, k.duration_s] for k in message.kernels]:
+            kernels = [kernel for kernel in message.kernels if kernel.age_s <= at]
+            if events := [[k.name, at - k.age_s, k.duration_s] for k in kernels]:
                 profile.tell({"type": "kernels", "worker_id": message.worker_id, "events": events})
         return bool(open_profiles)
 
@@ -179,8 +181,9 @@ def facts_line(worker: Worker) -> Line:
         "num_blocks_total": facts.num_blocks,
         **({} if facts.ceilings is None else asdict(facts.ceilings)),
         "weight_bytes": facts.weight_bytes,
+        "weight_bytes_per_number": facts.weight_bytes_per_number,
         "kv_token_bytes": facts.layout.token_bytes,
-        "dtype_bytes": facts.layout.bytes_per_number,
+        "kv_int8_token_bytes": replace(facts.layout, dtype="int8").token_bytes,
         "transport": facts.transport,
     }
 

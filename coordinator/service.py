@@ -210,7 +210,11 @@ class Service:
             "target": dict(self._state.pools.targets),
         }
         profile = self._profiles.begin(order, workers, start)
-        self._perform([e.Send(worker.identity, order) for worker in workers])
+        try:
+            self._perform([e.Send(worker.identity, order) for worker in workers])
+        except BaseException:
+            self._profiles.end(profile)  # nobody else will
+            raise
         return profile
 
     def profile_lines(self, profile: Profile) -> AsyncIterator[dict[str, Any]]:

@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from splitserve.config import ROLE_CONFIG_ENV, WorkerConfig, from_json
-from splitserve.engine.ceilings import ceilings, keep_achieved
+from splitserve.config import ROLE_CONFIG_ENV, EngineConfig, WorkerConfig, from_json
+from splitserve.engine.ceilings import Achieved, ceilings, keep_achieved
 from splitserve.engine.kv_cache import DTYPES
 from splitserve.engine.model_runner import ModelRunner
 from splitserve.errors import SplitserveError
@@ -56,12 +56,14 @@ def load_runner(config: WorkerConfig) -> ModelRunner:
 def make_recorder(runner: ModelRunner) -> Recorder:
     """The worker's stopwatch. What this machine can do is measured, and remembered."""
     weight_bytes = runner.work_model.weight_bytes
-    machine = DTYPES[runner.layout.dtype], runner.num_threads, "cpu"
+    machine = DTYPES[runner.config.dtype], runner.num_threads, str(runner.device)
+    roofs = ceilings(*machine)
 
-    def keep(achieved: Ceilings) -> None:
-        keep_achieved(achieved, weight_bytes, *machine)
+    def keep(roofs: Ceilings) -> None:
+        keep_achieved(roofs, *machine)
 
-    return Recorder(ceilings(*machine), weight_bytes, on_raised=keep)
+    achieved = Achieved(roofs, weight_bytes, keep)
+    return Recorder(roofs, weight_bytes, on_raised=achieved.raised)
 
 
 def facts_of(
@@ -81,4 +83,9 @@ def facts_of(
         weight_bytes=recorder.weight_bytes,
         transport=config.transport,
         num_cores=num_cores,
+        weight_bytes_per_number=_weight_bytes_per_number(runner.config),
     )
+
+
+def _weight_bytes_per_number(config: EngineConfig) -> int:
+    return 1 if config.quantization == "int8" else DTYPES[config.dtype].itemsize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -73,10 +72,15 @@ class EventStream(Response):
         self.headers["x-accel-buffering"] = "no"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            with contextlib.suppress(ClientGoneError, TimeoutError):
-                async with asyncio.timeout(self._timeout_s):
-                    await unless_gone(receive, self._stream(send))
+            async with limit:
+                await unless_gone(receive, self._stream(send))
+        except ClientGoneError:
+            pass
+        except TimeoutError:
+            if not limit.expired():  # it is of whoever makes the events, and a failure
+                raise
         finally:
             self._on_close()
 

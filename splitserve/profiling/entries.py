@@ -34,8 +34,9 @@ class WorkerFacts:
     bytes_per_s: float = 0.0
     flops_per_s: float = 0.0
     weight_bytes: int = 0
+    weight_bytes_per_number: int = 0
     kv_token_bytes: int = 0
-    dtype_bytes: int = 2
+    kv_int8_token_bytes: int = 0  # what that would be in int8
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ TWICE_THE_THREADS = 1.5
 OTHER_TRANSPORT = 4.0
 # Layers leave while later ones compute: half the wait, for a transfer as long as its prefill.
 LAYER_WISE = 2.0
+# Where a worker can have int8. Products are of numbers that are widened again, and cost as much.
+WHERE_INT8 = "in bfloat16 on a CPU with AVX-512 BF16"
 # How much of the KV belongs to prompts that begin alike is not recorded. Half is a guess, and the
 # text says so.
 SHARED_PREFIX = 0.5
@@ -46,14 +48,16 @@ HOST_BATCHES = 2.0
 def _memory(case: Case) -> list[Remedy]:
     floor = step_floor(case.evidence, case.facts)
     found = [_wider_batches(case, math.inf), _prefix_reuse(case)]
-    width = case.facts.dtype_bytes
+    width, kv_ratio = case.facts.weight_bytes_per_number, case.facts.int8_kv_ratio
+    if kv_ratio < 1:
+        lower = replace(floor, kv_bytes=floor.kv_bytes * kv_ratio)
+        why = f"{_fewer_bytes(case)}, {WHERE_INT8}"
+        found.append(case.lower_floor(f"quantised KV: {_int8_kv(case)}", lower, why))
     if width > 1:
-        kv, weights = floor.kv_bytes / width, floor.weight_bytes / width
-        why = f"1 byte a value in place of {width}"
-        found += [
-            case.lower_floor("quantised KV: int8", replace(floor, kv_bytes=kv), why),
-            case.lower_floor("quantised weights: int8", replace(floor, weight_bytes=weights), why),
-        ]
+        lower = replace(floor, weight_bytes=floor.weight_bytes / width)
+        why = f"1 byte a number in place of {width}, {WHERE_INT8}"
+        title = f"quantised weights: {_int8(case, '--quantization')}"
+        found.append(case.lower_floor(title, lower, why))
     return found + _last_of_the_roof(case)
 
 
@@ -98,10 +102,9 @@ def _more_blocks(case: Case) -> list[Remedy]:
             "if half the blocks do for a request",
         ),
     ]
-    width = case.facts.dtype_bytes
-    if width > 1:
-        why = f"{width} times the tokens in the same memory"
-        found.append(case.batches("quantised KV: int8", min(float(width), full), why))
+    if (ratio := case.facts.int8_kv_ratio) < 1:
+        why = f"{_fewer_bytes(case)}, {WHERE_INT8}"
+        found.append(case.batches(f"quantised KV: {_int8_kv(case)}", min(1 / ratio, full), why))
     return found
 
 
@@ -134,11 +137,8 @@ def _transfer(case: Case) -> list[Remedy]:
         case.sooner("layer-wise push: KV leaves while later layers compute", LAYER_WISE),
         case.sooner(other, OTHER_TRANSPORT),
     ]
-    width = facts.dtype_bytes
-    if width > 1:
-        small = facts.kv_token_bytes // width
-        title = f"smaller KV: int8, {small} bytes a token in place of {facts.kv_token_bytes}"
-        found.append(case.sooner(title, float(width)))
+    if (ratio := facts.int8_kv_ratio) < 1:
+        found.append(case.sooner(f"smaller KV: {_int8_kv(case)}, {_fewer_bytes(case)}", 1 / ratio))
     return found
 
 
@@ -154,11 +154,8 @@ def _compute(case: Case) -> list[Remedy]:
             " tokens/s",
         )
     ]
-    if case.facts.dtype_bytes > 1:
-        floor = step_floor(evidence, case.facts)
-        halved = replace(floor, weight_bytes=floor.weight_bytes / 2)
-        why = "twice the matmul peak, half the bytes of weights"
-        found.append(case.lower_floor("lower precision: half as wide", halved, why, 2.0))
+    if case.facts.weight_bytes_per_number:
+        found.append(_lower_precision(case))
     if role == "decode" and evidence.num_prefill_tokens:
         prompts = share(
             evidence.num_prefill_tokens, evidence.num_prefill_tokens + evidence.num_decode_tokens
@@ -167,6 +164,32 @@ def _compute(case: Case) -> list[Remedy]:
         title = "prompts to prefill workers"
         found.append(case.less_time(title, evidence.forward_s * prompts, why))
     return found + _last_of_the_roof(case)
+
+
+def _lower_precision(case: Case) -> Remedy:
+    """Of the products: weights that are int8 already stay as they are."""
+    width, floor = case.facts.weight_bytes_per_number, step_floor(case.evidence, case.facts)
+    why = "twice the matmul peak"
+    if width > 1:
+        floor = replace(floor, weight_bytes=floor.weight_bytes / 2)
+        why += ", half the bytes of weights"
+    if width > 2:
+        return case.lower_floor("lower precision: --dtype bfloat16", floor, why, 2.0)
+    why += ", once int8 is multiplied as it is (today it is widened before)"
+    return case.lower_floor("lower precision: products of 8 bits", floor, why, 2.0)
+
+
+def _int8(case: Case, flag: str) -> str:
+    return f"{flag} int8" if case.facts.device == "cpu" else "int8, which GPUs do not have yet"
+
+
+def _int8_kv(case: Case) -> str:
+    return _int8(case, "--kv-cache-dtype")
+
+
+def _fewer_bytes(case: Case) -> str:
+    small, now = case.facts.kv_int8_token_bytes, case.facts.kv_token_bytes
+    return f"{small} bytes a token in place of {now}"
 
 
 def _where(case: Case) -> str:

@@ -26,8 +26,9 @@ class PoolFacts:
     max_num_seqs: int
     max_num_batched_tokens: int
     weight_bytes: int
+    weight_bytes_per_number: int  # 0 is not known
     kv_token_bytes: int
-    dtype_bytes: int
+    kv_int8_token_bytes: int  # what that would be in int8, scales and all; 0 is not known
     bytes_per_s: float
     flops_per_s: float
     transport: str
@@ -39,6 +40,13 @@ class PoolFacts:
     def num_workers(self) -> int:
         """Of the worker's own pool."""
         return self.num_prefill if self.role == "prefill" else self.num_decode
+
+    @property
+    def int8_kv_ratio(self) -> float:
+        """KV in int8 over KV as it is, in bytes; 1 where it would be no less, or is not known."""
+        if not 0 < self.kv_int8_token_bytes < self.kv_token_bytes:
+            return 1.0
+        return self.kv_int8_token_bytes / self.kv_token_bytes
 
 
 @dataclass(frozen=True, slots=True)

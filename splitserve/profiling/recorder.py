@@ -119,7 +119,8 @@ class Recorder:
         times = [now - then for now, then in zip(self._spent, self._before_window, strict=True)]
         window_s = self._lapped_at - self._window_began
         number = self.evidence.window + 1 if self.evidence is not None else 1
-        evidence, roofs = raised(self._sums.evidence(number, window_s, times), self.ceilings)
+        measured = self._sums.evidence(number, window_s, times)
+        evidence, roofs = raised(measured, self.ceilings, self.weight_bytes)
         if roofs != self.ceilings:
             self.ceilings = roofs
             self._on_raised(roofs)

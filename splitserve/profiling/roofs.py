@@ -11,21 +11,24 @@ from splitserve.work import Ceilings
 _ROUNDING = 1 + 1e-6
 
 
-def raised(evidence: Evidence, roofs: Ceilings) -> tuple[Evidence, Ceilings]:
-    """A window with efficiency above 1 lifts the roofs to what it achieved, and lies under them.
+def raised(evidence: Evidence, roofs: Ceilings, weight_bytes: int) -> tuple[Evidence, Ceilings]:
+    """A window with efficiency above 1 is held against what it achieved, and lies under that.
 
     Steps that are bound by one roof and steps bound by the other then add up to all of its time.
+    The roofs that come with it are for the windows to come: FLOPs as achieved, of bytes no more
+    than the weights. KV is counted for each sequence, and what they share may come from a cache.
     """
     if evidence.efficiency <= 1:
         return evidence, roofs
-    higher = roofs.highest(_achieved(evidence))
+    higher = roofs.highest(_achieved(evidence, evidence.num_bytes))
     lowered = replace(
         evidence,
         memory_floor_s=evidence.num_bytes / higher.bytes_per_s,
         compute_floor_s=evidence.num_flops / higher.flops_per_s,
         floor_s=evidence.forward_s,
     )
-    return lowered, higher
+    of_weights = min(evidence.num_steps * weight_bytes, evidence.num_bytes)
+    return lowered, roofs.highest(_achieved(evidence, of_weights))
 
 
 def roofs_of(windows: Iterable[Evidence], roofs: Ceilings) -> Ceilings:
@@ -44,7 +47,5 @@ def _used(roof: float, amount: float, floor_s: float) -> float:
     return used if used > roof * _ROUNDING else roof
 
 
-def _achieved(evidence: Evidence) -> Ceilings:
-    return Ceilings(
-        evidence.num_bytes / evidence.forward_s, evidence.num_flops / evidence.forward_s
-    )
+def _achieved(evidence: Evidence, num_bytes: int) -> Ceilings:
+    return Ceilings(num_bytes / evidence.forward_s, evidence.num_flops / evidence.forward_s)

@@ -166,7 +166,7 @@ def cluster_verdict(workers: Sequence[WorkerVerdict]) -> ClusterVerdict:
 
 def _most_bound(bound: dict[Role, list[WorkerVerdict]]) -> Role:
     most = max(map(_loaded_share, bound.values()))
-    close = [role for role, pool in bound.items() if _loaded_share(pool) > most - _CLOSE]
+    close = [role for role, pool in bound.items() if _loaded_share(pool) >= most - _CLOSE]
     return max(close, key=lambda role: (_most_to_win(bound[role]), _loaded_share(bound[role])))
 
 
@@ -209,8 +209,9 @@ def _pool_facts(facts: WorkerFacts, cluster: Sequence[WorkerFacts]) -> PoolFacts
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
         weight_bytes=facts.weight_bytes,
+        weight_bytes_per_number=facts.weight_bytes_per_number,
         kv_token_bytes=facts.kv_token_bytes,
-        dtype_bytes=facts.dtype_bytes,
+        kv_int8_token_bytes=facts.kv_int8_token_bytes,
         bytes_per_s=facts.bytes_per_s,
         flops_per_s=facts.flops_per_s,
         transport=facts.transport,

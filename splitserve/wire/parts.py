@@ -29,6 +29,7 @@ class WorkerFacts:
     weight_bytes: int = 0  # of the matrices a decode step reads
     transport: str = "tcp"
     num_cores: int = 0  # of its host, for all processes together; 0 is not known
+    weight_bytes_per_number: int = 0  # of those matrices, as they are stored; 0 is not known
 
 
 @dataclass(frozen=True, slots=True)

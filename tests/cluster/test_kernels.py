@@ -55,7 +55,8 @@ def test_a_few_steps_of_each_worker_are_told_operation_by_operation(ring: Ring) 
     assert {worker.facts.role for worker in profile.workers} == {"prefill", "decode"}
     for worker in profile.workers:
         assert worker.facts.num_cores >= worker.facts.num_threads
-        assert worker.facts.dtype_bytes in (2, 4)
+        assert worker.facts.weight_bytes_per_number in (2, 4)
+        assert 0 < worker.facts.kv_int8_token_bytes < worker.facts.kv_token_bytes
         within = [
             sum(
                 row["ended_at"] - row["forward_s"] - 0.1 <= kernel.start_s <= row["ended_at"]

@@ -35,6 +35,7 @@ def facts(fingerprint: Fingerprint, **changes: int) -> m.WorkerFacts:
         "max_num_batched_tokens": 64,
         "max_model_len": 512,
         "num_cores": 16,
+        "weight_bytes_per_number": 1,
         **changes,
     }
     return m.WorkerFacts(

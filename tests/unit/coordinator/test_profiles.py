@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import httpx
 import pytest
 
+from coordinator.events import Send, SendFailed
 from coordinator.profiles import GRACE_S, MAX_PROFILES, MAX_WAITING, Profiles
+from splitserve.profiling.evidence import Evidence
 from splitserve.profiling.step_log import COLUMNS
 from splitserve.wire import messages as m
 from tests.unit.coordinator.running import RunningCoordinator
@@ -54,7 +57,10 @@ def test_workers_are_asked_for_steps_and_kernels(coordinator: RunningCoordinator
             assert orders(worker)[0] == m.Observe(worker.epoch, 1.0, 3)
         assert {w["worker_id"] for w in start["workers"]} == {w.worker_id for w in workers}
         for facts in start["workers"]:
-            assert (facts["dtype_bytes"], facts["num_cores"]) == (4, 16)
+            assert (facts["weight_bytes_per_number"], facts["num_cores"]) == (1, 16)
+            layout = 2 * 2 * 2 * 32  # layers, keys and values, heads, numbers of one
+            sizes = facts["kv_token_bytes"], facts["kv_int8_token_bytes"]
+            assert sizes == (4 * layout, layout + 4 * layout // 32), "a scale a head"
         assert list(lines)[-1]["type"] == "end"
 
 
@@ -62,14 +68,15 @@ def test_kernels_become_seconds_since_the_start(coordinator: RunningCoordinator)
     worker = coordinator.workers[0]
     with profile(coordinator, duration_s=1) as lines:
         next(lines)
-        events = (m.KernelEvent("aten::mm", 0.0, 0.25), m.KernelEvent("aten::add", 100.0, 0.5))
+        coordinator.wait(lambda: bool(orders(worker)), "Observe")
+        events = (m.KernelEvent("aten::mm", 0.0, 0.25), m.KernelEvent("aten::add", 1e-6, 0.5))
         worker.say(observed(worker, kernels=events, num_lost=5))
         kernels = next_of(lines, "kernels")
         assert kernels["worker_id"] == worker.worker_id
         (mm, mm_start_s, mm_s), (add, add_start_s, add_s) = kernels["events"]
         assert (mm, mm_s, add, add_s) == ("aten::mm", 0.25, "aten::add", 0.5)
         assert 0.0 <= mm_start_s <= 1.0
-        assert mm_start_s - add_start_s == pytest.approx(100.0)
+        assert mm_start_s - add_start_s == pytest.approx(1e-6, rel=1e-3)
         assert next_of(lines, "end")["num_lost"] == 5
 
 
@@ -159,6 +166,43 @@ def test_steps_from_before_a_profile_are_told_to_an_older_one_only() -> None:
     assert profiles.observed(m.Observed("w", "e", (step(3.0), step(1.0)), (), 0))
     told = [[row[0] for row in one.lines.get_nowait()["rows"]] for one in (older, younger)]
     assert told == [[9.0, 11.0], [1.0]]
+
+
+def test_windows_and_kernels_from_before_a_profile_are_told_to_an_older_one_only() -> None:
+    now = 0.0
+    profiles = Profiles(lambda: now)
+    older = profiles.begin(m.Observe("e", 60.0), [], {})
+    now = 10.0
+    younger = profiles.begin(m.Observe("e", 60.0), [], {})
+    now = 12.0
+    windows = tuple(m.ObservedWindow(age_s, Evidence()) for age_s in (3.0, 1.0))
+    events = tuple(m.KernelEvent("aten::mm", age_s, 0.5) for age_s in (3.0, 1.0))
+    assert profiles.observed(m.Observed("w", "e", (), windows, 0, events))
+    for one, ages in ((older, [9.0, 11.0]), (younger, [1.0])):
+        lines = [one.lines.get_nowait() for _ in range(one.lines.qsize())]
+        assert [line["at"] for line in lines if line["type"] == "window"] == ages
+        (told,) = [line["events"] for line in lines if line["type"] == "kernels"]
+        assert [at for _, at, _ in told] == ages
+
+
+def test_a_profile_that_does_not_begin_takes_no_place(
+    coordinator: RunningCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, url = coordinator.server.service, f"{coordinator.url}/cluster/profile"
+    send = service._send
+
+    def broken(action: Send) -> SendFailed | None:
+        if isinstance(action.message, m.Observe) and action.message.duration_s:
+            raise RuntimeError("a fault was injected")
+        return send(action)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service, "_send", broken)
+        for _ in range(MAX_PROFILES):
+            response = httpx.post(url, json={"duration_s": 600}, trust_env=False)
+            assert response.status_code == 500
+    with profile(coordinator, duration_s=1) as lines:
+        assert next(lines)["type"] == "start"
 
 
 def test_nobody_looks_when_the_time_is_over_however_slowly_a_client_reads() -> None:

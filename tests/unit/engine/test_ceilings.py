@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from splitserve.engine import ceilings as module
-from splitserve.engine.ceilings import cache_path, ceilings, keep_achieved, measure
+from splitserve.engine.ceilings import (
+    Achieved,
+    cache_path,
+    ceilings,
+    keep_achieved,
+    measure,
+)
 from splitserve.work import Ceilings
 
 DTYPE = torch.float32
@@ -40,6 +46,14 @@ def keep(found: Ceilings, num_starts: int = module._NUM_STARTS, age_s: float = 6
     values = {"bytes_per_s": found.bytes_per_s, "flops_per_s": found.flops_per_s}
     kept = {"ceilings": values, "num_starts": num_starts, "measured_at": time.time() - age_s}
     cache_path().write_text(json.dumps({key: kept}))
+
+
+def age(age_s: float) -> None:
+    """What is kept was measured so long ago."""
+    kept = json.loads(cache_path().read_text())
+    for value in kept.values():
+        value["measured_at"] = time.time() - age_s
+    cache_path().write_text(json.dumps(kept))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,31 +105,92 @@ def test_a_file_without_dates_is_old() -> None:
     assert kept["num_starts"] == 10 and kept["measured_at"] > 0
 
 
-def achieve(achieved: Ceilings, weight_bytes: int) -> Ceilings:
-    """What is kept afterwards."""
-    keep_achieved(achieved, weight_bytes, DTYPE, torch.get_num_threads(), "cpu")
-    [kept] = json.loads(cache_path().read_text()).values()
-    return Ceilings(**kept["ceilings"])
+def achieve(achieved: Ceilings) -> Ceilings:
+    """What the next one to start gets, of ceilings that are settled."""
+    keep_achieved(achieved, DTYPE, torch.get_num_threads(), "cpu")
+    return ask()
 
 
 def test_what_a_worker_achieved_is_kept() -> None:
     ask()
     keep(Ceilings(10.0, 10.0))
-    large, small = module._COPY_BYTES, module._COPY_BYTES - 1
-    assert achieve(Ceilings(9.0, 11.0), large) == Ceilings(10.0, 11.0)
-    assert achieve(Ceilings(12.0, 12.0), small) == Ceilings(10.0, 12.0), "read from a cache"
-    assert achieve(Ceilings(12.0, 5.0), large) == Ceilings(12.0, 12.0)
-    assert ask() == Ceilings(12.0, 12.0), "and is no start"
+    assert achieve(Ceilings(9.0, 11.0)) == Ceilings(10.0, 11.0)
+    assert achieve(Ceilings(12.0, 5.0)) == Ceilings(12.0, 11.0)
+    [kept] = json.loads(cache_path().read_text()).values()
+    assert kept["num_starts"] == module._NUM_STARTS, "it is no start"
 
 
-def test_who_achieved_something_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """It is a worker in the midst of its work."""
+def test_what_is_measured_a_week_later_replaces_what_was_achieved() -> None:
+    """One odd window must not be the roof for good."""
+    ask()
+    keep(Ceilings(1.0, 1.0))
+    assert achieve(Ceilings(1e17, 1e17)) == Ceilings(1e17, 1e17)
+    age(8 * 86_400.0)
+    found = ask()
+    assert 1.0 < found.bytes_per_s < 1e17 and 1.0 < found.flops_per_s < 1e17
+    assert ask() == found
+
+
+def test_what_was_achieved_outlives_the_other_first_starts() -> None:
+    ask()
+    keep(Ceilings(1.0, 1.0), num_starts=1)
+    keep_achieved(Ceilings(1e17, 1e17), DTYPE, torch.get_num_threads(), "cpu")
+    assert ask() == Ceilings(1e17, 1e17)
+
+
+def test_who_achieved_something_waits_for_nobody_and_warns_of_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is a worker in the midst of its work, and the ceilings are kept as before."""
     ask()
     keep(Ceilings(1.0, 1.0))
     with cache_path().with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert achieve(Ceilings(2.0, 2.0), module._COPY_BYTES) == Ceilings(1.0, 1.0)
-    assert "locked" in caplog.text
+        assert achieve(Ceilings(2.0, 2.0)) == Ceilings(1.0, 1.0)
+    assert not caplog.records
+
+
+def test_what_was_achieved_and_cant_be_written_is_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ask()
+    keep(Ceilings(1.0, 1.0))
+    cache_path().with_suffix(".partial").mkdir()
+    assert achieve(Ceilings(2.0, 2.0)) == Ceilings(1.0, 1.0)
+    [warning] = caplog.records
+    assert "achieved" in warning.getMessage() and "each start" not in warning.getMessage()
+
+
+class Loop:
+    """A worker's, on a clock of our own, and what it had kept."""
+
+    def __init__(self, weight_bytes: int = 1 << 30) -> None:
+        self.now = 5.0
+        self.kept: list[Ceilings] = []
+        self.achieved = Achieved(
+            Ceilings(100.0, 100.0), weight_bytes, self.kept.append, lambda: self.now
+        )
+
+
+def test_only_what_is_worth_it_is_kept_and_seldom() -> None:
+    loop = Loop()
+    loop.achieved.raised(Ceilings(101.0, 101.0))
+    assert loop.kept == [], "too little"
+    loop.achieved.raised(Ceilings(101.0, 103.0))
+    loop.now += 59.0
+    loop.achieved.raised(Ceilings(110.0, 103.0))
+    assert loop.kept == [Ceilings(101.0, 103.0)], "too soon"
+    loop.now += 2.0
+    loop.achieved.raised(Ceilings(110.0, 104.0))
+    assert loop.kept[1:] == [Ceilings(110.0, 104.0)]
+
+
+def test_bytes_of_weights_that_fit_into_a_cache_are_not_kept() -> None:
+    loop = Loop(module._COPY_BYTES - 1)
+    loop.achieved.raised(Ceilings(200.0, 101.0))
+    assert loop.kept == []
+    loop.achieved.raised(Ceilings(200.0, 110.0))
+    assert loop.kept == [Ceilings(100.0, 110.0)]
 
 
 def test_another_dtype_and_another_number_of_threads_have_ceilings_of_their_own() -> None:
@@ -146,6 +221,8 @@ def test_another_dtype_and_another_number_of_threads_have_ceilings_of_their_own(
         b'{"a": {"ceilings": {"bytes_per_s": 1}, "num_starts": 1}}',
         b'{"a": {"ceilings": {"bytes_per_s": 0, "flops_per_s": 1}, "num_starts": 1}}',
         b'{"a": {"ceilings": {"bytes_per_s": NaN, "flops_per_s": 1}, "num_starts": 1}}',
+        b'{"a": {"ceilings": {"bytes_per_s": 1, "flops_per_s": 1}, "num_starts": 1,'
+        b' "achieved": {"bytes_per_s": 1}}}',
         b"\xff\xfe",
         b"[" * 100_000,
     ],

@@ -15,6 +15,7 @@ from splitserve.profiling.step_log import COLUMNS
 
 WEIGHT_BYTES = 269_000_000
 KV_TOKEN_BYTES = 23_040
+KV_INT8_TOKEN_BYTES = 12_240
 FLOPS_PER_TOKEN = 269_000_000
 BYTES_PER_S = 27e9
 FLOPS_PER_S = 217e9
@@ -108,8 +109,9 @@ def facts(worker_id: str, role: str) -> Line:
         "bytes_per_s": BYTES_PER_S,
         "flops_per_s": FLOPS_PER_S,
         "weight_bytes": WEIGHT_BYTES,
+        "weight_bytes_per_number": 2,
         "kv_token_bytes": KV_TOKEN_BYTES,
-        "dtype_bytes": 2,
+        "kv_int8_token_bytes": KV_INT8_TOKEN_BYTES,
         "transport": "tcp",
     }
 

@@ -82,7 +82,7 @@ def test_who_is_above_a_roof_lifts_it_and_is_never_above_100_percent() -> None:
     world.recorder.turned()
     evidence = world.recorder.evidence
     assert evidence is not None
-    assert kept == [world.recorder.ceilings] == [Ceilings(240.0, 1000.0)], "only the one"
+    assert kept == [world.recorder.ceilings] == [Ceilings(200.0, 1000.0)], "what weights moved"
     assert evidence.efficiency == 1.0
     assert (evidence.memory_floor_s, evidence.compute_floor_s) == (1.0, 0.4)
     assert evidence.bottleneck == "memory"
@@ -91,6 +91,21 @@ def test_who_is_above_a_roof_lifts_it_and_is_never_above_100_percent() -> None:
     world.recorder.turned()
     assert world.recorder.evidence is not None and world.recorder.evidence.efficiency == 1.0
     assert len(kept) == 1
+
+
+def test_kv_that_sequences_share_lifts_no_roof() -> None:
+    """Counted once for each, it is read from a cache: more bytes than memory can move."""
+    world, kept = World(), list[Ceilings]()
+    world.recorder = Recorder(CEILINGS, WEIGHTS, lambda: world.now, kept.append)
+    for num_bytes, efficiency in ((WEIGHTS + 500, 1.0), (WEIGHTS, 0.5)):
+        world.now += 1.0
+        spent = StepSpent(forward_s=1.0, work=StepWork(num_bytes, 100))
+        world.recorder.stepped(Step(0, 10, 10, 10, "cap", 40), spent)
+        world.recorder.turned()
+        evidence = world.recorder.evidence
+        assert evidence is not None and evidence.efficiency == efficiency
+        assert evidence.bottleneck == "memory"
+    assert kept == [] and world.recorder.ceilings == CEILINGS
 
 
 def test_steps_of_two_kinds_are_no_more_than_100_percent_together() -> None:

@@ -22,8 +22,9 @@ DECODE = PoolFacts(
     max_num_seqs=8,
     max_num_batched_tokens=512,
     weight_bytes=200_000_000,
+    weight_bytes_per_number=2,
     kv_token_bytes=20_000,
-    dtype_bytes=2,
+    kv_int8_token_bytes=10_625,  # heads of 64
     bytes_per_s=10e9,
     flops_per_s=200e9,
     transport="tcp",
@@ -124,7 +125,10 @@ def test_without_free_blocks_memory_is_the_way_to_larger_batches() -> None:
     assert found[0].title.startswith("more KV memory")
     assert "600 blocks in place of 150" in found[0].arithmetic
     twice = 2 * 50 / (45 * 34 / 27 + 5)
-    assert [r.speedup for r in found[1:]] == [pytest.approx(twice), pytest.approx(twice)]
+    times = 20_000 / 10_625
+    int8 = times * 50 / (45 * (20 + 7 * times) / 27 + 5)
+    assert [r.speedup for r in found[1:]] == [pytest.approx(twice), pytest.approx(int8)]
+    assert found[2].title == "quantised KV: --kv-cache-dtype int8"
 
 
 def test_host_work_hides_behind_the_forward_pass() -> None:
@@ -146,8 +150,9 @@ def test_faster_transfers_shorten_gaps_only() -> None:
     evidence = busy(window_s=2.0, kv_wait_s=1.0)
     assert remedy(evidence, DECODE, "another transport").speedup == pytest.approx(1 / (1 - 0.375))
     assert remedy(evidence, DECODE, "layer-wise push").speedup == pytest.approx(1 / (1 - 0.25))
-    smaller = remedy(evidence, DECODE, "smaller KV: int8, 10000 bytes a token")
-    assert smaller.speedup == pytest.approx(1 / (1 - 0.25))
+    title = "smaller KV: --kv-cache-dtype int8, 10625 bytes a token in place of 20000"
+    smaller = remedy(evidence, DECODE, title)
+    assert smaller.speedup == pytest.approx(1 / (1 - 0.5 * (1 - 10_625 / 20_000)))
     assert smaller.applies_to == "both"
 
 
@@ -161,9 +166,9 @@ def test_faster_transfers_fill_batches_for_the_time_that_they_save() -> None:
 def test_memory_remedies_take_bytes_away() -> None:
     evidence = busy()
     # KV is 7 of 27 ms, weights 20; forward is 0.9 of the window
-    kv = remedy(evidence, DECODE, "quantised KV")
-    assert kv.speedup == pytest.approx(1 / (1 - 0.9 * (1 - 23.5 / 27)))
-    weights = remedy(evidence, DECODE, "quantised weights")
+    kv = remedy(evidence, DECODE, "quantised KV: --kv-cache-dtype int8")
+    assert kv.speedup == pytest.approx(1 / (1 - 0.9 * (1 - (20 + 7 * 10_625 / 20_000) / 27)))
+    weights = remedy(evidence, DECODE, "quantised weights: --quantization int8")
     assert weights.speedup == pytest.approx(1 / (1 - 0.9 * (1 - 17 / 27)))
     prefix = remedy(evidence, DECODE, "prefix reuse")  # 7 of the 8 read half of theirs for nothing
     assert prefix.speedup == pytest.approx(1 / (1 - 0.9 * (1 - (27 - 7 * 7 / 16) / 27)))
@@ -196,9 +201,6 @@ def test_compute_is_shared_by_more_workers() -> None:
     waits = busy(**COMPUTE, window_s=1.25, wait_s=0.25)
     found = remedy(waits, one, "more prefill workers: 1 to 2")
     assert found.speedup == pytest.approx(1 / (1 - 0.8 / 2))
-    # FLOPs fall from 40 to 20 ms, so bytes bind: 10 of weights, 7 of KV
-    lower = remedy(evidence, one, "lower precision")
-    assert lower.speedup == pytest.approx(1 / (1 - 0.9 * (1 - 20 / 40)))
 
 
 def test_prompts_that_a_decode_worker_computes_can_go_elsewhere() -> None:
@@ -252,8 +254,9 @@ POOLS = st.builds(
     max_num_seqs=st.integers(1, 1024),
     max_num_batched_tokens=st.integers(1, 1 << 16),
     weight_bytes=st.integers(0, 10**12),
-    kv_token_bytes=st.integers(1, 10**7),
-    dtype_bytes=st.sampled_from([1, 2, 4]),
+    weight_bytes_per_number=st.sampled_from([0, 1, 2, 4]),
+    kv_token_bytes=st.integers(0, 10**7),
+    kv_int8_token_bytes=st.integers(0, 10**7),
     bytes_per_s=st.floats(1e6, 1e13),
     flops_per_s=st.floats(1e6, 1e16),
     transport=st.sampled_from(["auto", "tcp", "shm", "nixl"]),

@@ -63,6 +63,19 @@ def test_of_pools_that_are_both_at_a_limit_it_is_the_one_with_more_to_win() -> N
         assert "after that, there: do it (predicted: 1.2 times its tokens/s)" in verdict.why
 
 
+def test_numbers_beyond_all_sense_are_no_reason_to_fail() -> None:
+    """A share so large that nothing can be taken from it is as close to itself as any."""
+    workers = [
+        dataclasses.replace(
+            worker,
+            bottleneck="memory",
+            overall=dataclasses.replace(worker.overall, wait_s=-1e30, window_s=1.0),
+        )
+        for worker in worker_verdicts(profile_of(PREFILL_BOUND))
+    ]
+    assert cluster_verdict(workers).binding in ("prefill", "decode")
+
+
 def test_no_worker_at_all_is_no_reason_to_fail() -> None:
     profile = dataclasses.replace(profile_of(PREFILL_BOUND), workers=())
     assert cluster_verdict(worker_verdicts(profile)).binding == "nothing"
