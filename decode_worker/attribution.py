@@ -27,8 +27,10 @@ class Account:
 
     def step_of(self, plan: list[Planned]) -> Step:
         """The step of this plan: its slots are sequences."""
-        num_tokens = sum(chunk.num_tokens for chunk in plan)
-        num_decode = sum(c.num_tokens == 1 and not c.sequence.is_prompt for c in plan)
+        num_tokens = num_decode = 0
+        for chunk in plan:
+            num_tokens += chunk.num_tokens
+            num_decode += chunk.num_tokens == 1 and not chunk.sequence.is_prompt
         limit: SlotLimit = "no_request"
         if len(plan) >= self.max_num_seqs or num_tokens >= self.max_num_batched_tokens:
             limit = "cap"

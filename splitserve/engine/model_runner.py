@@ -91,7 +91,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute every chunk; logits [num_samples, vocab] in the model's dtype, in order."""
+        """Compute every chunk; logits [num_samples, vocab], in order."""
         with self._meter.during("prepare"):
             batch = build_batch(chunks, self.layout.block_size)
         with self._meter.during("forward"):

@@ -62,9 +62,12 @@ class WorkModel:
         A token sees all before it and itself: a window, where the model has one, is never shorter
         than the longest context that is accepted.
         """
-        num_tokens = int(query_lens.sum())
-        num_kv_tokens = int(context_lens.sum()) + num_tokens  # read, written
-        num_pairs = int(query_lens @ (2 * context_lens - query_lens + 1)) // 2
+        # In Python: after a step, whose weights fill the caches, each call of numpy costs as much
+        # as dozens of these sums.
+        queries, contexts = query_lens.tolist(), context_lens.tolist()
+        num_tokens = sum(queries)
+        num_kv_tokens = sum(contexts) + num_tokens  # read, written
+        num_pairs = sum(q * (2 * c - q + 1) for q, c in zip(queries, contexts, strict=True)) // 2
         return StepWork(
             num_bytes=self.layer_bytes
             + (self.head_bytes if num_logits_rows else 0)

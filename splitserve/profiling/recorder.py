@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from splitserve.profiling.classify import classify
 from splitserve.profiling.evidence import PHASES, SLOT_LIMITS, Evidence, Phase, SlotLimit
 from splitserve.profiling.roofs import raised
-from splitserve.profiling.step_log import StepLog
+from splitserve.profiling.step_log import Rows, StepLog
 from splitserve.work import Ceilings, StepSpent, StepWork
 
 WINDOW_S = 1.0
 _PLACES = {phase: place for place, phase in enumerate(PHASES)}
+_SUMMED = (
+    *("num_prefill_tokens", "num_decode_tokens", "num_slots_used", "num_slots_allowed"),
+    *("num_bytes", "num_flops"),
+)
 _WAITS: tuple[Phase, ...] = ("wait", "kv_wait")
 _STEADY_SHARE = 0.99  # of a window in one wait: the next one would say the same
 
@@ -62,7 +69,7 @@ class Recorder:
         self._before_row = list(self._spent)
         self._before_window = list(self._spent)
         self._step: tuple[Step, StepWork] | None = None  # computed in this turn
-        self._sums = _Sums()
+        self._first_row = 0  # of the window, in the log
         self._steady: Phase | None = None  # the wait that filled the last window
 
     def lap(self, phase: Phase) -> None:
@@ -81,7 +88,6 @@ class Recorder:
         self._spent[_PLACES["forward"]] += spent.forward_s
         self._spent[_PLACES["sample"]] += spent.sample_s
         self._step = step, spent.work
-        self._sums.add(step, spent, self.ceilings, self.weight_bytes)
 
     def turned(self) -> None:
         """The loop has turned: its step becomes a row, and the window closes when it is over."""
@@ -93,7 +99,8 @@ class Recorder:
 
     def due(self, wait: Phase) -> float:
         """When to turn again, so that a window ends that says what this wait means."""
-        if self._steady == wait and not self._sums.num_steps:
+        is_idle = self._step is None and self.log.num_rows == self._first_row
+        if self._steady == wait and is_idle:
             return float("inf")
         return self._window_began + WINDOW_S
 
@@ -119,7 +126,9 @@ class Recorder:
         times = [now - then for now, then in zip(self._spent, self._before_window, strict=True)]
         window_s = self._lapped_at - self._window_began
         number = self.evidence.window + 1 if self.evidence is not None else 1
-        measured = self._sums.evidence(number, window_s, times)
+        rows = self.log.since(self._first_row)
+        measured = evidence_of(rows, times, self.ceilings, self.weight_bytes)
+        measured = dataclasses.replace(measured, window=number, window_s=window_s)
         evidence, roofs = raised(measured, self.ceilings, self.weight_bytes)
         if roofs != self.ceilings:
             self.ceilings = roofs
@@ -131,93 +140,58 @@ class Recorder:
                 self._steady = wait
         self._before_window, self._window_began = list(self._spent), self._lapped_at
         self.closed_at = self._lapped_at
-        self._sums = _Sums()
+        self._first_row = self.log.num_rows
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Of the steps of one window."""
+def evidence_of(
+    rows: Rows, times: Sequence[float], ceilings: Ceilings, weight_bytes: int
+) -> Evidence:
+    """What the steps of a window add up to, whose phases took `times`, as PHASES has them.
 
-    num_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_slots_used: int = 0
-    num_slots_allowed: int = 0
-    num_kv_blocks_used: int = 0
-    num_bytes: int = 0
-    num_flops: int = 0
-    floor_s: float = 0.0
-    memory_floor_s: float = 0.0
-    compute_floor_s: float = 0.0
-    forward_s: float = 0.0
-    gain_s: float = 0.0  # forward seconds times what a full batch would gain
-    cap_s: float = 0.0
-    no_request_s: float = 0.0
-    no_blocks_s: float = 0.0
-    waiting_for_kv_s: float = 0.0
-
-    def add(self, step: Step, spent: StepSpent, ceilings: Ceilings, weight_bytes: int) -> None:
-        work, forward_s = spent.work, spent.forward_s
-        self.num_steps += 1
-        self.num_prefill_tokens += step.num_prefill_tokens
-        self.num_decode_tokens += step.num_decode_tokens
-        self.num_slots_used += step.num_slots_used
-        self.num_slots_allowed += step.num_slots_allowed
-        self.num_kv_blocks_used += step.num_kv_blocks_used
-        self.num_bytes += work.num_bytes
-        self.num_flops += work.num_flops
-        self.floor_s += work.floor_s(ceilings)
-        self.memory_floor_s += work.num_bytes / ceilings.bytes_per_s
-        self.compute_floor_s += work.num_flops / ceilings.flops_per_s
-        self.forward_s += forward_s
-        self.gain_s += forward_s * full_batch_gain(step, work, ceilings, weight_bytes)
-        match step.limit:
-            case "cap":
-                self.cap_s += forward_s
-            case "no_request":
-                self.no_request_s += forward_s
-            case "no_blocks":
-                self.no_blocks_s += forward_s
-            case "waiting_for_kv":
-                self.waiting_for_kv_s += forward_s
-
-    def evidence(self, number: int, window_s: float, times: list[float]) -> Evidence:
-        steps = self.num_steps
-        phases: dict[str, Any] = {
-            f"{phase}_s": seconds for phase, seconds in zip(PHASES, times, strict=True)
-        }
-        return Evidence(
-            window=number,
-            window_s=window_s,
-            num_steps=steps,
-            **phases,
-            num_prefill_tokens=self.num_prefill_tokens,
-            num_decode_tokens=self.num_decode_tokens,
-            num_slots_used=self.num_slots_used,
-            num_slots_allowed=self.num_slots_allowed,
-            cap_s=self.cap_s,
-            no_request_s=self.no_request_s,
-            no_blocks_s=self.no_blocks_s,
-            waiting_for_kv_s=self.waiting_for_kv_s,
-            full_batch_gain=self.gain_s / self.forward_s if self.forward_s else 1.0,
-            num_kv_blocks_used=self.num_kv_blocks_used / steps if steps else 0.0,
-            num_bytes=self.num_bytes,
-            num_flops=self.num_flops,
-            memory_floor_s=self.memory_floor_s,
-            compute_floor_s=self.compute_floor_s,
-            floor_s=self.floor_s,
-        )
+    Once a window, not once a step: a step should not pay for it.
+    """
+    phases: dict[str, Any] = {
+        f"{phase}_s": seconds for phase, seconds in zip(PHASES, times, strict=True)
+    }
+    summed: dict[str, Any] = {name: int(rows[name].sum()) for name in _SUMMED}
+    forward_s = rows["forward_s"]
+    limited_s = np.bincount(rows["slot_limit"], forward_s, len(SLOT_LIMITS)).tolist()
+    limits: dict[str, Any] = {
+        f"{limit}_s": seconds for limit, seconds in zip(SLOT_LIMITS, limited_s, strict=True)
+    }
+    memory_s = rows["num_bytes"] / ceilings.bytes_per_s
+    compute_s = rows["num_flops"] / ceilings.flops_per_s
+    worked_s = float(forward_s.sum())
+    gain_s = float((forward_s * full_batch_gains(rows, ceilings, weight_bytes)).sum())
+    return Evidence(
+        num_steps=len(rows),
+        **phases,
+        **limits,
+        **summed,
+        full_batch_gain=gain_s / worked_s if worked_s else 1.0,
+        num_kv_blocks_used=float(rows["num_kv_blocks_used"].mean()) if len(rows) else 0.0,
+        memory_floor_s=float(memory_s.sum()),
+        compute_floor_s=float(compute_s.sum()),
+        floor_s=float(np.maximum(memory_s, compute_s).sum()),
+    )
 
 
-def full_batch_gain(step: Step, work: StepWork, ceilings: Ceilings, weight_bytes: int) -> float:
-    """Work per second by the roofs, of a full batch over this one: 1 when it is full.
+def full_batch_gains(rows: Rows, ceilings: Ceilings, weight_bytes: int) -> npt.NDArray[np.float64]:
+    """Work per second by the roofs, of a full batch over each step's: 1 where it is full.
 
     Weights are read once however large the batch; KV and FLOPs grow with it.
     """
-    if not step.num_slots_used or step.num_slots_used >= step.num_slots_allowed:
-        return 1.0
-    times = step.num_slots_allowed / step.num_slots_used
-    weights = min(weight_bytes, work.num_bytes)
-    full = StepWork(int(weights + (work.num_bytes - weights) * times), int(work.num_flops * times))
-    floor_s, full_floor_s = work.floor_s(ceilings), full.floor_s(ceilings)
-    return times * floor_s / full_floor_s if full_floor_s else 1.0
+    used, allowed = rows["num_slots_used"], rows["num_slots_allowed"]
+    times = np.where((used > 0) & (used < allowed), allowed / np.maximum(used, 1), 1.0)
+    num_bytes, num_flops = rows["num_bytes"], rows["num_flops"]
+    weights = np.minimum(weight_bytes, num_bytes)
+
+    def floor_s(times: Any) -> npt.NDArray[np.float64]:
+        moved_s = (weights + (num_bytes - weights) * times) / ceilings.bytes_per_s
+        floors: npt.NDArray[np.float64] = np.maximum(
+            moved_s, num_flops * times / ceilings.flops_per_s
+        )
+        return floors
+
+    full_s = floor_s(times)
+    return np.where(full_s > 0, times * floor_s(1.0) / np.where(full_s > 0, full_s, 1.0), 1.0)

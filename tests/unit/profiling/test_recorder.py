@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.profiling.evidence import PHASES, Phase, SlotLimit
-from splitserve.profiling.recorder import WINDOW_S, Recorder, Step, full_batch_gain
+from splitserve.profiling.recorder import WINDOW_S, Recorder, Step, full_batch_gains
 from splitserve.profiling.step_log import StepLog
 from splitserve.work import Ceilings, StepSpent, StepWork
 
@@ -79,7 +79,7 @@ def test_who_is_above_a_roof_lifts_it_and_is_never_above_100_percent() -> None:
     world.recorder = Recorder(CEILINGS, WEIGHTS, lambda: world.now, kept.append)
     for _ in range(4):
         world.step(0.25)
-    world.recorder.turned()
+        world.recorder.turned()
     evidence = world.recorder.evidence
     assert evidence is not None
     assert kept == [world.recorder.ceilings] == [Ceilings(200.0, 1000.0)], "what weights moved"
@@ -116,7 +116,7 @@ def test_steps_of_two_kinds_are_no_more_than_100_percent_together() -> None:
         world.now += 0.5
         step = Step(1, 0, 1, 1, "cap", 0)
         world.recorder.stepped(step, StepSpent(forward_s=0.5, work=work))
-    world.recorder.turned()
+        world.recorder.turned()
     evidence = world.recorder.evidence
     assert evidence is not None and evidence.efficiency == 1.0
     assert (evidence.memory_floor_s, evidence.compute_floor_s) == (0.6, 0.6)
@@ -173,8 +173,9 @@ def test_phases_add_up_to_wall_time(laps: list[tuple[Phase, float, bool]]) -> No
 
 
 def gain(used: int, allowed: int, num_bytes: int, num_flops: int) -> float:
-    step = Step(0, used, used, allowed, "no_request", 0)
-    return full_batch_gain(step, StepWork(num_bytes, num_flops), CEILINGS, WEIGHTS)
+    log = StepLog(1)
+    log.append((0.0, *[0.0] * len(PHASES), 0, used, used, allowed, 1, 0, num_bytes, num_flops))
+    return float(full_batch_gains(log.since(0), CEILINGS, WEIGHTS)[0])
 
 
 def test_a_full_batch_reads_its_weights_once() -> None:
