@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from splitserve.commands.errors import show_error
 from splitserve.commands.options import API_KEY, BASE_URL
+from splitserve.commands.output_files import check_output_files
 from splitserve.errors import ConfigError, SplitserveError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def profile(
     from splitserve.profiling.collected import Collector
     from splitserve.profiling.report import require_plots
 
-    _check_paths(html, trace)
+    check_output_files({"the report": html, "the trace": trace})
     if html is not None:
         require_plots()
     if kernels and trace is None:
@@ -59,20 +59,6 @@ def profile(
         show_error(failure)
     if failure is not None or not is_written:
         raise typer.Exit(1)
-
-
-def _check_paths(html: Path | None, trace: Path | None) -> None:
-    """Raises ConfigError where nothing can be written, before the wait."""
-    for path in (html, trace):
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder} to write {path} to")
-        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ConfigError(f"{path} can't be written")
-    if html is not None and trace is not None and html.absolute() == trace.absolute():
-        raise ConfigError(f"{html} can't be the report and the trace")
 
 
 @contextmanager
