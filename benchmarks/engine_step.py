@@ -81,12 +81,7 @@ def measure(runner: ModelRunner, num_threads: int, args: argparse.Namespace) -> 
         repeats = args.repeats if name.startswith("decode") else max(args.repeats // 3, 3)
         runner.take_spent()
         least_ms, median_ms, stages = timed_stages(runner, chunks, repeats)
-        work = runner.take_spent().work
-        num_passes = repeats + 2
-        roof_s = max(
-            work.num_bytes / num_passes / roofs.bytes_per_s,
-            work.num_flops / num_passes / roofs.flops_per_s,
-        )
+        roof_s = runner.take_spent().work.floor_s(roofs) / (repeats + 2)  # passes
         parts_s = parts_floor_s(runner, chunks, stages, roofs)
         print(
             f"| {num_threads} | {name} | {least_ms:.1f} | {median_ms:.1f}"

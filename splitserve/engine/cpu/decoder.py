@@ -97,8 +97,7 @@ class CpuDecoder:
         """
         assert kv.dtype == (torch.int8 if self._int8_kv else torch.bfloat16), kv.dtype
         assert kv.is_contiguous()
-        _check(batch.token_ids, self._vocab_size, "token id")
-        _check(batch.positions, self._num_positions, "position")
+        batch.check(self._vocab_size, self._num_positions)
         logits = torch.empty(len(batch.logits_rows), self._vocab_size)
         tables = batch.block_tables
         view = BatchView(
@@ -211,14 +210,6 @@ def _interleaved(gate_up: Tensor) -> Tensor:
     padded = F.pad(halves, (*(0, 0) * (gate_up.dim() - 1), 0, missing))
     groups = padded.view(2, -1, _GATE_COLUMNS, *gate_up.shape[1:])
     return groups.transpose(0, 1).flatten(0, 2)
-
-
-def _check(numbers: Tensor, limit: int, what: str) -> None:
-    """The C++ code takes them as places in memory."""
-    array = numbers.numpy()
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= limit:
-        raise IndexError(f"{what} {low if low < 0 else high} is not in 0 to {limit - 1}")
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
