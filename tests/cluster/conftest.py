@@ -126,11 +126,9 @@ def ring(shared_ring: Ring, clusters: Clusters) -> Iterator[Ring]:
 
 
 @pytest.fixture(scope="module")
-def shim() -> Iterator[Shim]:
-    """Between the workers of a cluster that was started with `before_start=shim.begin`."""
-    shim = Shim()
-    yield shim
-    shim.close()
+def shim() -> Shim:
+    """Between the workers of a cluster that was started with `around=shim.between`."""
+    return Shim()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,20 @@ class FaultyRing(Ring):
 
 @contextlib.contextmanager
 def faulty(
-    model: Path, before_start: Callable[[Path], None] | None = None, **flags: Any
+    model: Path,
+    around: Callable[[Path], AbstractContextManager[object]] = contextlib.nullcontext,
+    **flags: Any,
 ) -> Iterator[FaultyRing]:
     """Such a cluster. On exit, also after a failure, nothing of it may be left.
 
-    `before_start` gets the directory of its faults.
+    `around` gets the directory of its faults, before the cluster starts and until it has ended.
     """
     shared_memory = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory(prefix="faults-") as name, _environment(name):
+    with (
+        tempfile.TemporaryDirectory(prefix="faults-") as name,
+        _environment(name),
+        around(Path(name)),
+    ):
         settings = resolve({**DEFAULTS, "model": str(model), **flags})
         plan = LaunchPlan(
             settings=settings,
@@ -117,8 +124,6 @@ def faulty(
         )
         launcher = Launcher(LocalSpawner(plan, modules=FAULTY_MODULES), settings)
         base_url = ""
-        if before_start is not None:
-            before_start(Path(name))
         try:
             base_url = launcher.start()
             with httpx.Client(base_url=base_url, timeout=TIMEOUT_S, limits=_LIMITS) as http:

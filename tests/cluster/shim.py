@@ -6,11 +6,12 @@ prefill DEALER ──► ROUTER  shim  DEALER (same identity) ──► ROUTER d
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -42,16 +43,21 @@ class Shim:
         self._over = False
         self._thread = threading.Thread(target=self._run, name="shim", daemon=True)
 
-    def begin(self, directory: Path) -> None:
-        """Before the cluster starts: its decode workers will wait for an address from here."""
+    @contextlib.contextmanager
+    def between(self, directory: Path) -> Iterator[None]:
+        """Around a cluster: its decode workers wait for an address from here.
+
+        It ends before `directory` goes: it looks there for workers, and answers with files.
+        """
         announce_shim(directory)
         self._directory = directory
         self._thread.start()
-
-    def close(self) -> None:
-        self._over = True
-        self._thread.join(5)
-        assert not self._thread.is_alive(), "the shim did not end"
+        try:
+            yield
+        finally:
+            self._over = True
+            self._thread.join(5)
+            assert not self._thread.is_alive(), "the shim did not end"
 
     def _run(self) -> None:
         assert self._directory is not None

@@ -29,7 +29,7 @@ Moves = Sequence[tuple[float, Parts]]
 
 @pytest.fixture(scope="module")
 def shared_ring(shim: Shim) -> Iterator[FaultyRing]:
-    with tiny_faulty(before_start=shim.begin, **FLAGS) as ring:
+    with tiny_faulty(around=shim.between, **FLAGS) as ring:
         yield ring
 
 

@@ -35,7 +35,7 @@ STEP_S = 0.05
 
 @pytest.fixture(scope="module")
 def shared_ring(shim: Shim) -> Iterator[FaultyRing]:
-    with tiny_faulty(before_start=shim.begin, prefill=1, decode=1) as ring:
+    with tiny_faulty(around=shim.between, prefill=1, decode=1) as ring:
         yield ring
 
 
