@@ -21,7 +21,7 @@ _ALIGNMENT = 64  # of a cache line
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros, all of its pages there. Raises RuntimeError, as torch does, without memory.
+    """A tensor of zeros, all pages there. Raises RuntimeError, as torch does, without memory.
 
     Clearing a GiB takes 0.05 s, or a few seconds when a virtual machine has to ask its host for it.
     """
