@@ -1,29 +1,48 @@
 """The KV blocks of one worker: who holds which, counted so that they always add up.
 
-         allocate                     free (last reference)
-free ───────────────► used ──────────────────────────► free
-  │  reserve     commit ▲
-  └────────► reserved ──┘         reserved ── cancel ──► free
-                │ quarantine                               ▲
-                └──────────► quarantined ── end_quarantine ┘
+        allocate           free (last reference)
+free ──────────────► used ──────────────────────► free, or cached if it is kept
+ │ reserve   commit ▲  ▲ fork
+ └──────► reserved ─┘  └──── cached ── evicted ──► free
+             │ cancel
+             ├──────────► free
+             │ quarantine                end_quarantine
+             └──────────► quarantined ──────────────────► free
+
+Without a prefix cache no block is kept, and none is ever cached.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """How many blocks are in each state; free, used and reserved add up to `total`."""
+    """How many blocks are in each state; free, used, cached and reserved add up to `total`."""
 
     total: int
     free: int
     used: int
     reserved: int
     quarantined: int  # these are among the reserved ones
+    cached: int  # kept for what is in them, with no reference
+
+
+class Evictor(Protocol):
+    """Whoever knows what is in kept blocks, and so which cached one to give up first."""
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached blocks that `evict` could give up, one after another."""
+
+    def evict(self) -> int: ...
+    def referenced(self, block_id: int) -> None: ...
+    def unreferenced(self, block_id: int) -> None: ...
+    def check(self, references: Mapping[int, int]) -> None: ...
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -32,7 +51,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class BlockManager:
-    """Owns the free list. Every block is in exactly one state: free, reserved, or used."""
+    """Owns the state of every block, exactly one: free, reserved, used, or cached."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free: deque[int] = deque(range(num_blocks))
@@ -41,40 +60,67 @@ class BlockManager:
         self._quarantined: dict[Hashable, list[int]] = {}
         self._num_reserved = 0  # with the quarantined ones
         self._num_quarantined = 0
+        self._kept: set[int] = set()  # used ones that will be cached, and cached ones
+        self._num_cached = 0
+        self._evictor: Evictor | None = None
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """How many could be had at once: the free ones, and cached ones that can be evicted."""
+        num_evictable = self._evictor.num_evictable if self._evictor else 0
+        return len(self._free) + num_evictable
 
     @property
     def counts(self) -> BlockCounts:
         total = len(self._references)
-        used = total - len(self._free) - self._num_reserved
-        return BlockCounts(total, len(self._free), used, self._num_reserved, self._num_quarantined)
+        free, reserved, cached = len(self._free), self._num_reserved, self._num_cached
+        used = total - free - reserved - cached
+        return BlockCounts(total, free, used, reserved, self._num_quarantined, cached)
+
+    def attach(self, evictor: Evictor) -> None:
+        """From now on blocks may be kept. Whoever is attached is told of their references."""
+        assert self._evictor is None, "two caches of the same blocks"
+        self._evictor = evictor
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None: all or nothing."""
+        """`count` blocks with one reference each, or None: all or nothing.
+
+        Cached blocks are evicted when the free ones are too few, and only if that is enough.
+        """
         block_ids = self._take(count)
         for block_id in block_ids or ():
             self._references[block_id] = 1
         return block_ids
 
     def fork(self, block_ids: Sequence[int]) -> None:
-        """Add a reference to blocks in use: a second sequence reads them."""
+        """Add a reference to blocks in use or cached: one more sequence reads them."""
         for block_id in block_ids:
-            assert self._references[block_id] > 0, f"block {block_id} is not in use"
             self._references[block_id] += 1
+            if self._references[block_id] == 1:
+                self._uncache(block_id)
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each; a block with none left is free."""
+        """Drop one reference of each; a block with none left is cached if it is kept, else free."""
         for block_id in block_ids:
             assert self._references[block_id] > 0, f"block {block_id} freed twice"
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
-                self._free.append(block_id)
+                self._unreferenced(block_id)
+
+    def keep(self, block_id: int) -> None:
+        """A block in use will be cached, not free, when its last reference goes."""
+        assert self._references[block_id] > 0, f"block {block_id} is not in use"
+        assert block_id not in self._kept, f"block {block_id} is kept twice"
+        self._kept.add(block_id)
+
+    def keep_none(self) -> None:
+        """Cached blocks become free, and those in use will be: what was in them is forgotten."""
+        self._free.extend(b for b in sorted(self._kept) if self._references[b] == 0)
+        self._kept.clear()
+        self._num_cached = 0
 
     def reserve(self, key: Hashable, count: int) -> list[int] | None:
-        """Set `count` blocks aside for a transfer, or None: all or nothing."""
+        """Set `count` blocks aside for a transfer, or None: all or nothing, as in `allocate`."""
         assert key not in self._reserved, f"{key} reserved twice"
         block_ids = self._take(count)
         if block_ids is not None:
@@ -114,13 +160,40 @@ class BlockManager:
         used = [b for b, count in enumerate(self._references) if count > 0]
         quarantined = [b for ids in self._quarantined.values() for b in ids]
         reserved = [b for ids in self._reserved.values() for b in ids] + quarantined
-        everyone = sorted([*self._free, *used, *reserved])
+        cached = [b for b in self._kept if self._references[b] == 0]
+        everyone = sorted([*self._free, *used, *reserved, *cached])
         assert everyone == list(range(len(self._references))), "a block is lost or held twice"
         assert self._num_reserved == len(reserved)
         assert self._num_quarantined == len(quarantined)
+        assert self._num_cached == len(cached)
         assert all(count >= 0 for count in self._references)
+        if self._evictor is not None:
+            self._evictor.check({block_id: self._references[block_id] for block_id in self._kept})
+
+    def _unreferenced(self, block_id: int) -> None:
+        if block_id not in self._kept:
+            self._free.append(block_id)
+            return
+        assert self._evictor is not None
+        self._num_cached += 1
+        self._evictor.unreferenced(block_id)
+
+    def _uncache(self, block_id: int) -> None:
+        assert block_id in self._kept, f"block {block_id} is not in use"
+        assert self._evictor is not None
+        self._num_cached -= 1
+        self._evictor.referenced(block_id)
 
     def _take(self, count: int) -> list[int] | None:
-        if count > len(self._free):
+        if count > self.num_free:
             return None
+        while len(self._free) < count:
+            self._evict_one()
         return [self._free.popleft() for _ in range(count)]
+
+    def _evict_one(self) -> None:
+        assert self._evictor is not None
+        block_id = self._evictor.evict()
+        self._kept.remove(block_id)
+        self._num_cached -= 1
+        self._free.append(block_id)

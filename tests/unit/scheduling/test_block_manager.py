@@ -3,6 +3,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from splitserve.scheduling.block_manager import BlockManager, blocks_for
+from splitserve.scheduling.prefix_cache import PrefixCache
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
@@ -54,6 +55,62 @@ def test_quarantined_blocks_are_nobodys_until_their_writer_has_ended() -> None:
     manager.end_quarantine("nobody")
     assert (manager.counts.free, manager.counts.quarantined) == (4, 1)
     manager.check()
+
+
+def with_cached(num_blocks: int, num_cached: int) -> BlockManager:
+    """Of so many blocks, some with nobody's reference but something in them."""
+    manager = BlockManager(num_blocks)
+    cache = PrefixCache(manager, 1)
+    token_ids = list(range(num_cached))
+    block_ids = manager.allocate(num_cached)
+    assert block_ids is not None
+    cache.insert(cache.match(token_ids, 0).node, token_ids, block_ids, num_cached)
+    manager.free(block_ids)
+    return manager
+
+
+def test_a_cached_block_is_neither_free_nor_used_and_can_be_had() -> None:
+    manager = with_cached(5, 3)
+    counts = manager.counts
+    assert (counts.free, counts.used, counts.reserved, counts.cached) == (2, 0, 0, 3)
+    assert manager.num_free == 5
+    manager.check()
+
+
+def test_free_blocks_are_taken_before_cached_ones() -> None:
+    manager = with_cached(5, 3)
+    assert manager.allocate(2) is not None
+    assert manager.counts.cached == 3
+    assert manager.reserve("transfer", 1) is not None
+    assert manager.counts.cached == 2
+    assert manager.allocate(2) is not None
+    assert manager.allocate(1) is None
+    manager.check()
+
+
+def test_a_cached_block_that_is_read_again_is_used_and_can_not_be_had() -> None:
+    manager = with_cached(3, 1)
+    manager.fork([0])
+    assert (manager.counts.used, manager.counts.cached, manager.num_free) == (1, 0, 2)
+    manager.free([0])
+    assert (manager.counts.used, manager.counts.cached, manager.num_free) == (0, 1, 3)
+
+
+def test_a_free_block_can_not_be_read_or_kept() -> None:
+    manager = with_cached(3, 1)
+    with pytest.raises(AssertionError, match="not in use"):
+        manager.keep(2)
+    with pytest.raises(AssertionError, match="not in use"):
+        manager.fork([2])
+
+
+def test_check_notices_a_cached_block_that_nothing_is_known_of() -> None:
+    manager = with_cached(3, 1)
+    block_ids = manager.allocate(1)
+    assert block_ids is not None
+    manager.keep(block_ids[0])
+    with pytest.raises(AssertionError, match="not in the tree"):
+        manager.check()
 
 
 class Blocks(RuleBasedStateMachine):
