@@ -123,6 +123,7 @@ class Finish:
 
     request_id: str
     timeline: Timeline
+    num_cached_tokens: int = 0  # of its prompt
 
 
 @dataclass(frozen=True, slots=True)

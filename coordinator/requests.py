@@ -106,6 +106,7 @@ class Requests:
         leg = self.legs.find(worker, message)
         if leg is None:
             return [self.legs.forget_order(worker, message.request_id, message.attempt)]
+        leg.tracked.computed(message.num_cached)
         timeline = leg.tracked.timeline
         timeline.prompt_computed(leg.attempt, message.queued_s, message.prefill_s)
         if leg.phases.get(worker.worker_id) == "prefilling":
@@ -282,7 +283,9 @@ class Requests:
 
     def _finish(self, tracked: Tracked, now: float) -> list[Action]:
         tracked.timeline.finished(now)
-        return [Finish(tracked.request.request_id, tracked.timeline), *self._end(tracked, now)]
+        request_id, num_cached = tracked.request.request_id, tracked.num_cached_tokens or 0
+        finish = Finish(request_id, tracked.timeline, num_cached)
+        return [finish, *self._end(tracked, now)]
 
     def _end(self, tracked: Tracked, now: float) -> list[Action]:
         """Forget a request, here and at every worker that still has it."""

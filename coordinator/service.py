@@ -26,7 +26,7 @@ from splitserve.metrics import Metrics
 from splitserve.models import ModelFacts
 from splitserve.request import Sampling
 from splitserve.tokenizer import IncrementalDetokenizer, Tokenizer
-from splitserve.wire.messages import Choice, Hello, Observe, Observed
+from splitserve.wire.messages import Choice, Hello, Observe, Observed, ResetPrefixCache
 
 TOKENIZE_INLINE_CHARS = 2_000  # a longer text is tokenized off the event loop
 LOOP_STALE_S = 2.0
@@ -197,6 +197,14 @@ class Service:
         self._perform(actions)
         self._run()
         return worker_ids
+
+    def reset_prefix_cache(self) -> list[str]:
+        """Have every worker forget its cached blocks; their ids."""
+        reset = ResetPrefixCache(self._state.settings.epoch)
+        workers = self._state.registry.alive()
+        self._perform([e.Send(worker.identity, reset) for worker in workers])
+        self._run()
+        return [worker.worker_id for worker in workers]
 
     def profile(self, duration_s: float, num_kernel_steps: int = 0) -> Profile:
         """Have every worker tell what it does; `end_profile` must follow.

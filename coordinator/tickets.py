@@ -32,6 +32,7 @@ class Ticket:
     news: asyncio.Queue[tuple[int, News]]
     first_sent_at: float | None = None
     timeline: Timeline | None = None  # finished, and not yet counted
+    num_cached_tokens: int = 0  # of the prompt
 
     @property
     def num_output_tokens(self) -> int:
@@ -55,6 +56,7 @@ class Ticket:
         """No more will come."""
         if isinstance(action, Finish):
             self.timeline = action.timeline
+            self.num_cached_tokens = action.num_cached_tokens
             self.timeline.first_sent_at = self.first_sent_at
             self.add(Ended(action.timeline))
         else:

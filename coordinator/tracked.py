@@ -44,6 +44,7 @@ class Tracked:
     delivered: dict[int, list[int]] = field(default_factory=dict)  # token ids of each choice
     stopped: set[int] = field(default_factory=set)  # choices that a stop string ended
     legs: list[Leg] = field(default_factory=list)
+    num_cached_tokens: int | None = None  # of the prompt, when it was first computed
     linger_until: float | None = None  # complete, but its transfer's timing is still to come
 
     @classmethod
@@ -60,6 +61,11 @@ class Tracked:
         )
         tracked.legs = [Leg(request.request_id, tracked, tuple(choice_ids), request.token_ids)]
         return tracked
+
+    def computed(self, num_cached: int) -> None:
+        """The prompt is; a later attempt at it finds more in the cache, by its own doing."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = max(0, min(num_cached, len(self.request.token_ids)))
 
     def ended(self, choice_id: int) -> bool:
         """Whether the client has all of a choice that it will get."""

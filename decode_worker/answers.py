@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from decode_worker.incoming import Begin
+from decode_worker.incoming import Begin, BeginLocal
 from decode_worker.scheduler import DecodeScheduler
 from splitserve.request import SampledToken
 from splitserve.scheduling.chunking import Planned
+from splitserve.scheduling.prefix_cache import Match
 from splitserve.scheduling.prompt_clock import PromptClock
 from splitserve.scheduling.sequence import (
     Request,
@@ -41,17 +42,23 @@ class Answers:
     first_tokens: list[m.FirstToken] = field(default_factory=list)
     num_tokens_prefilled: int = 0
     num_tokens_decoded: int = 0
+    num_prefix_queries: int = 0  # tokens of prompts that came to be decoded
+    num_prefix_hits: int = 0  # of these, those that were cached
 
     def begin(self, begin: Begin, block_ids: list[int]) -> None:
         """All KV of a prompt is in `block_ids`: its choices go on from their first tokens."""
-        prompt = self._prompt(begin.request, block_ids, begin.order)
+        prompt = self._prompt(begin.request, block_ids, begin.order, begin.known)
         prompt.num_computed = len(prompt.token_ids)
+        prompt.keep_in(self.scheduler.cache)
+        self.scheduler.cache.release(begin.request.key)
         self.prompts.arrived(begin.request.key, begin.whole_at)
         self._fork(prompt, begin.first_tokens)
 
-    def begin_local(self, request: Request, block_ids: list[int], order: int) -> None:
-        """This worker computes the prompt itself."""
-        self.scheduler.begin(self._prompt(request, block_ids, order))
+    def begin_local(self, begin: BeginLocal) -> None:
+        """This worker computes the prompt itself, behind what is cached."""
+        prompt = self._prompt(begin.request, begin.block_ids, begin.order, begin.known)
+        prompt.num_computed = prompt.num_cached
+        self.scheduler.begin(prompt)
 
     def take(self, planned: Planned, tokens: tuple[SampledToken, ...]) -> None:
         """Count a computed chunk, and take the tokens it ended with."""
@@ -78,8 +85,11 @@ class Answers:
                 begun.append(m.Begun(*key, *self.prompts.finish(key, now)))
         return m.Tokens(epoch, tuple(self.rows), tuple(begun))
 
-    def _prompt(self, request: Request, block_ids: list[int], order: int) -> Sequence:
+    def _prompt(self, request: Request, block_ids: list[int], order: int, known: Match) -> Sequence:
         prompt = Sequence(request, request.choices, list(request.token_ids), order)
+        prompt.num_cached, prompt.node = known.num_tokens, known.node
+        self.num_prefix_queries += len(request.token_ids)
+        self.num_prefix_hits += known.num_tokens
         own = len(request.token_ids) // self.block_size + 1
         prompt.block_ids, prompt.spare_block_ids = block_ids[:own], block_ids[own:]
         prompt.is_prompt = True
@@ -89,7 +99,9 @@ class Answers:
         request = prompt.request
         rows = first_rows(prompt, tokens)
         times = self.prompts.finish(request.key, self.clock())
-        self.first_tokens.append(m.FirstToken(*request.key, request.epoch, rows, *times))
+        first = m.FirstToken(*request.key, request.epoch, rows, *times, prompt.num_cached)
+        self.first_tokens.append(first)
+        self.scheduler.cache.release(request.key)
         unfinished = tuple(row for row in rows if row.finish is None)
         if unfinished:
             self.scheduler.take(prompt)

@@ -59,6 +59,7 @@ class Account:
             num_blocks_total=counts.total,
             num_blocks_free=counts.free,
             num_blocks_used=counts.used,
+            num_blocks_cached=counts.cached,
             num_blocks_reserved=counts.reserved,
             num_blocks_quarantined=counts.quarantined,
             num_requests_running=self.scheduler.num_running,
@@ -70,5 +71,7 @@ class Account:
             num_preemptions=self.scheduler.num_preemptions,
             num_frames_dropped=self.num_frames_dropped,
             num_steps=self.num_steps,
+            num_prefix_queries=answers.num_prefix_queries,
+            num_prefix_hits=answers.num_prefix_hits,
             evidence=evidence,
         )

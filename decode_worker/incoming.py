@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kv_transfer.chunks import Coverage
+from splitserve.config import KVLayout
+from splitserve.scheduling.prefix_cache import Match
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
 
@@ -25,6 +27,7 @@ class AcceptFrames:
     key: RequestKey
     block_ids: tuple[int, ...]
     num_tokens: int
+    first_missing_token: int  # what is before it is read by others, and never written
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +38,34 @@ class Begin:
     first_tokens: tuple[m.TokenRow, ...]
     order: int
     whole_at: float  # when the Commit came, or a frame behind it
+    known: Match  # its blocks come first
 
 
 @dataclass(frozen=True, slots=True)
 class BeginLocal:
-    """There is room for a prompt that this worker computes itself."""
+    """There is room for a prompt that this worker computes itself, behind what is cached."""
 
     request: Request
-    block_ids: list[int]
+    block_ids: list[int]  # all of them
     order: int
+    known: Match
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Stop writes of this transfer, then cancel its reservation."""
+    """Stop writes of this transfer, then cancel its reservation and free what it shares."""
 
     key: RequestKey
+    known: Match
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Take the grant back, but keep its blocks out of use: a dead peer may still write to them."""
+    """Take the grant back, but keep its blocks out of use: a dead peer may still write to them.
+    Not to those it shares, which are freed."""
 
     key: RequestKey
+    known: Match
     writer: str
 
 
@@ -98,7 +106,7 @@ class Incoming:
     order: int
     coverage: Coverage
     stalls_at: float = float("inf")
-    is_granted: bool = False
+    known: Match | None = None  # what is here of it, pinned: granted
     told: bool = False  # that it waits
     is_computed: bool = False  # all of it, so that only the transfer keeps it away
     commit: m.Commit | None = None  # the last one, while KV is missing
@@ -106,6 +114,27 @@ class Incoming:
     spoilt: bool = False  # a frame came and could not be taken: it won't come by itself
     resent: bool = False
     passed: int = 0
+
+    @property
+    def is_granted(self) -> bool:
+        return self.known is not None
+
+    @property
+    def first_missing_token(self) -> int:
+        return self.known.num_tokens if self.known is not None else 0
+
+    @property
+    def most_known(self) -> int:
+        """Tokens that may be taken from a cache. Who computes a prompt computes its last one."""
+        return len(self.request.token_ids) - (self.sender is None)
+
+    def missing(self, layout: KVLayout) -> tuple[m.Region, ...]:
+        """What has not come of its KV."""
+        start, end = self.first_missing_token, len(self.request.token_ids)
+        if start == end:
+            return ()
+        whole = m.Region(0, layout.num_layers, start, end, 0, layout.num_kv_heads)
+        return self.coverage.missing(whole)
 
     def comes_from(self, peer: str) -> bool:
         return self.sender is not None and self.sender.peer == peer
@@ -115,7 +144,7 @@ class Incoming:
         assert self.sender is not None
         key, epoch = self.request.key, self.request.epoch
         if self.is_granted:
-            return Reply(self.sender.peer, m.Grant(*key, epoch, first_missing_token=0))
+            return Reply(self.sender.peer, m.Grant(*key, epoch, self.first_missing_token))
         self.told = True
         return Reply(self.sender.peer, m.Queued(*key, epoch))
 
@@ -140,10 +169,10 @@ class Incoming:
 
     def begin(self, whole_at: float, now: float) -> list[Action]:
         """All of it is here. How long that went unseen is no part of the transfer."""
-        assert self.sender is not None and self.commit is not None
+        assert self.sender is not None and self.commit is not None and self.known is not None
         key, epoch = self.request.key, self.request.epoch
         received = m.Received(*key, epoch, waited_s=max(0.0, now - whole_at))
-        begin = Begin(self.request, self.commit.first_tokens, self.order, whole_at)
+        begin = Begin(self.request, self.commit.first_tokens, self.order, whole_at, self.known)
         return [begin, Reply(self.sender.peer, received)]
 
     def expect_compute(self, max_step_s: float, now: float) -> None:

@@ -37,6 +37,7 @@ from kv_transfer.base import FrameDropped, FrameWritten
 from kv_transfer.chunks import Coverage
 from splitserve.config import KVLayout
 from splitserve.scheduling.block_manager import BlockManager
+from splitserve.scheduling.prefix_cache import PrefixCache
 from splitserve.scheduling.sequence import Request, RequestKey, blocks_to_begin
 from splitserve.wire import messages as m
 
@@ -61,6 +62,7 @@ class Intake:
     layout: KVLayout
     blocks: BlockManager
     limits: IntakeLimits
+    cache: PrefixCache
     _waiting: dict[str, Incoming] = field(default_factory=dict)  # by request_id
     _granted: dict[str, Incoming] = field(default_factory=dict)
     _gone: dict[str, None] = field(default_factory=dict)  # worker ids, oldest first
@@ -107,8 +109,7 @@ class Intake:
     def add(self, request: Request, sender: Sender | None) -> None:
         """A prompt joins the line; `admit` answers it."""
         request_id = request.key.request_id
-        assert request_id not in self._waiting, f"two attempts at {request_id}"
-        assert request_id not in self._granted, f"two attempts at {request_id}"
+        assert self.incoming(request_id) is None, f"two attempts at {request_id}"
         self._num_arrived += 1
         self._waiting[request_id] = Incoming(request, sender, self._num_arrived, Coverage())
 
@@ -123,18 +124,19 @@ class Intake:
         num_choices += self.num_granted_choices
         blocked: Incoming | None = None
         for incoming in list(self._waiting.values()):
-            needed = self._blocks_for(incoming.request)
-            fits = needed <= spare_blocks
-            fits = fits and num_choices + len(incoming.request.choices) <= self.limits.max_num_seqs
-            if not fits:
+            request = incoming.request
+            needed, num_more = self._blocks_for(request), num_choices + len(request.choices)
+            if needed > spare_blocks or num_more > self.limits.max_num_seqs:
                 blocked = blocked or incoming
                 continue
+            if self.cache.blocked_by(request.token_ids, incoming.most_known) is not None:
+                continue  # its next block is just being computed or received, for another
             if blocked is not None:
                 if blocked.passed >= MAX_PASSES:
                     break
                 blocked.passed += 1
             spare_blocks -= needed
-            num_choices += len(incoming.request.choices)
+            num_choices = num_more
             actions += self._admit_one(incoming, needed, now)
         return actions + self._answer_those_who_wait()
 
@@ -192,7 +194,7 @@ class Intake:
             incoming = line.get(key.request_id)
             if incoming is not None and incoming.request.key.attempt <= key.attempt:
                 del line[key.request_id]
-                return [Drop(incoming.request.key)] if line is self._granted else []
+                return self._drop(incoming)
         return []
 
     def unreachable(self, key: RequestKey) -> list[Action]:
@@ -214,9 +216,8 @@ class Intake:
                     continue
                 key = incoming.request.key
                 del line[key.request_id]
-                if line is self._granted:
-                    late = one_sided and not reaped
-                    actions.append(Quarantine(key, worker_id) if late else Drop(key))
+                late = one_sided and not reaped
+                actions += self._drop(incoming, writer=worker_id if late else None)
         self._gone[worker_id] = None
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
@@ -241,7 +242,7 @@ class Intake:
         return incoming if incoming and incoming.request.key == key else None
 
     def _begin_if_whole(self, incoming: Incoming, whole_at: float, now: float) -> list[Action]:
-        if incoming.commit is None or incoming.coverage.missing(self._whole(incoming.request)):
+        if incoming.commit is None or incoming.missing(self.layout):
             return []
         del self._granted[incoming.request.key.request_id]
         return incoming.begin(whole_at, now)
@@ -251,28 +252,39 @@ class Intake:
         assert incoming.sender is not None
         if incoming.resent:
             return self._fail(incoming, "transfer", "KV was incomplete twice", retriable=True)
-        missing = incoming.coverage.missing(self._whole(incoming.request))
-        again = incoming.ask_again(missing, self.limits.max_step_s, now)
+        again = incoming.ask_again(incoming.missing(self.layout), self.limits.max_step_s, now)
         return [Reply(incoming.sender.peer, again)]
 
     def _admit_one(self, incoming: Incoming, needed: int, now: float) -> list[Action]:
-        request = incoming.request
-        del self._waiting[request.key.request_id]
-        if incoming.sender is None:
-            block_ids = self.blocks.allocate(needed)
-            assert block_ids is not None, "spare blocks are not free"
-            return [BeginLocal(request, block_ids, incoming.order)]
-        reserved = self.blocks.reserve(request.key, needed)
-        assert reserved is not None, "spare blocks are not free"
-        incoming.is_granted = True
+        """`needed` blocks, those that are cached among them."""
+        key, request = incoming.request.key, incoming.request
+        del self._waiting[key.request_id]
+        known = self.cache.match(request.token_ids, incoming.most_known)
+        self.cache.claim(key, request.token_ids)
+        needed -= len(known.block_ids)
+        local = incoming.sender is None
+        missing = self.blocks.allocate(needed) if local else self.blocks.reserve(key, needed)
+        assert missing is not None, "spare blocks are not free"
+        block_ids = [*known.block_ids, *missing]
+        if local:
+            return [BeginLocal(request, block_ids, incoming.order, known)]
+        incoming.known = known
         incoming.expect_compute(self.limits.max_step_s, now)
-        self._granted[request.key.request_id] = incoming
-        accept = AcceptFrames(request.key, tuple(reserved), len(request.token_ids))
-        return [accept, incoming.answer()]
+        self._granted[key.request_id] = incoming
+        sizes = len(request.token_ids), known.num_tokens
+        return [AcceptFrames(key, tuple(block_ids), *sizes), incoming.answer()]
+
+    def _drop(self, incoming: Incoming, writer: str | None = None) -> list[Action]:
+        """What is here of it is free, but for what a `writer` may still write to."""
+        key, known = incoming.request.key, incoming.known
+        if known is None:
+            return []
+        self.cache.release(key)
+        return [Drop(key, known) if writer is None else Quarantine(key, known, writer)]
 
     def _answer_those_who_wait(self) -> list[Action]:
-        unanswered = [i for i in self._waiting.values() if i.sender is not None and not i.told]
-        return [incoming.answer() for incoming in unanswered]
+        waiting = self._waiting.values()
+        return [one.answer() for one in waiting if one.sender is not None and not one.told]
 
     def _fail(
         self, incoming: Incoming, stage: m.Stage, reason: str, retriable: bool
@@ -287,8 +299,3 @@ class Intake:
 
     def _blocks_for(self, request: Request) -> int:
         return blocks_to_begin(len(request.token_ids), len(request.choices), self.layout.block_size)
-
-    def _whole(self, request: Request) -> m.Region:
-        layout = self.layout
-        num_tokens = len(request.token_ids)
-        return m.Region(0, layout.num_layers, 0, num_tokens, 0, layout.num_kv_heads)

@@ -18,6 +18,7 @@ from bisect import insort
 
 from splitserve.scheduling.block_manager import BlockManager, blocks_for
 from splitserve.scheduling.chunking import Planned, plan_chunks
+from splitserve.scheduling.prefix_cache import PrefixCache
 from splitserve.scheduling.sequence import RequestKey, Sequence
 
 
@@ -28,8 +29,15 @@ def _age(sequence: Sequence) -> tuple[int, int]:
 class DecodeScheduler:
     """Owns the running and the preempted sequences of one worker."""
 
-    def __init__(self, blocks: BlockManager, block_size: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        block_size: int,
+        max_num_batched_tokens: int,
+        cache: PrefixCache | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.cache = cache or PrefixCache(blocks, block_size, enabled=False)
         self._block_size = block_size
         self._budget = max_num_batched_tokens
         self._running: list[Sequence] = []  # oldest first
@@ -75,6 +83,7 @@ class DecodeScheduler:
     def computed(self, plan: list[Planned]) -> None:
         for chunk in plan:
             chunk.sequence.num_computed = chunk.end
+            chunk.sequence.keep_in(self.cache)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence leaves and its blocks are freed."""
@@ -125,12 +134,22 @@ class DecodeScheduler:
             needed = self._blocks_for(sequence)
             if self._running and self.spare_blocks < needed + len(sequence.choices) - 1:
                 return
-            block_ids = self.blocks.allocate(needed + len(sequence.choices) - 1)
-            if block_ids is None:
+            if self.blocks.num_free < needed + len(sequence.choices) - 1:
                 return
-            sequence.block_ids, sequence.spare_block_ids = block_ids[:needed], block_ids[needed:]
+            self._restore(sequence, needed)
             self._preempted.pop(0)
             self.begin(sequence)
+
+    def _restore(self, sequence: Sequence, needed: int) -> None:
+        """Blocks again, and what they held as far as it is still cached. That is no hit: nobody
+        asked for it anew."""
+        known = self.cache.match(sequence.token_ids, len(sequence.token_ids) - 1)
+        num_missing = needed - len(known.block_ids)
+        missing = self.blocks.allocate(num_missing + len(sequence.choices) - 1)
+        assert missing is not None, "there was room a moment ago"
+        sequence.block_ids = [*known.block_ids, *missing[:num_missing]]
+        sequence.spare_block_ids = missing[num_missing:]
+        sequence.num_computed, sequence.node = known.num_tokens, known.node
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         return len(sequence.block_ids) >= blocks_for(len(sequence.token_ids), self._block_size)
@@ -140,5 +159,6 @@ class DecodeScheduler:
         return len(sequence.token_ids) // self._block_size + 1
 
     def _free(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.request.key)
         self.blocks.free([*sequence.block_ids, *sequence.spare_block_ids])
         sequence.block_ids, sequence.spare_block_ids = [], []

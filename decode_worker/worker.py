@@ -27,6 +27,7 @@ from splitserve.membership import (
 from splitserve.profiling.observer import Observer
 from splitserve.profiling.recorder import Recorder
 from splitserve.scheduling.block_manager import BlockManager
+from splitserve.scheduling.prefix_cache import PrefixCache
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
 from splitserve.wire.channel import (
@@ -42,7 +43,7 @@ from splitserve.wire.channel import (
 if TYPE_CHECKING:  # the loop itself needs no torch
     from splitserve.engine.model_runner import ModelRunner
 
-Order = m.Release | m.PeerGone | m.Drain | m.Observe
+Order = m.Release | m.PeerGone | m.Drain | m.Observe | m.ResetPrefixCache
 
 log = logging.getLogger(__name__)
 limited = LimitedLog(log)
@@ -61,12 +62,12 @@ class DecodeWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = BlockManager(runner.num_blocks)
-        self.scheduler = DecodeScheduler(
-            self.blocks, runner.layout.block_size, runner.max_num_batched_tokens
-        )
+        block_size, budget = runner.layout.block_size, runner.max_num_batched_tokens
+        cache = PrefixCache(self.blocks, block_size, runner.config.enable_prefix_caching)
+        self.scheduler = DecodeScheduler(self.blocks, block_size, budget, cache)
         max_num_seqs, max_step_s = runner.config.max_num_seqs, membership.max_step_s
         limits = IntakeLimits(max_num_seqs, runner.vocab_size, runner.max_model_len, max_step_s)
-        self.intake = Intake(runner.layout, self.blocks, limits)
+        self.intake = Intake(runner.layout, self.blocks, limits, cache)
         self._runner = runner
         self._channel = channel
         self._receiver = receiver
@@ -74,7 +75,7 @@ class DecodeWorker:
         self._recorder = recorder
         self._observer = Observer(membership.worker_id, recorder, runner)
         self._clock = clock
-        self._answers = Answers(self.scheduler, runner, runner.layout.block_size, clock)
+        self._answers = Answers(self.scheduler, runner, block_size, clock)
         self._prompts = self._answers.prompts
         self._moved = False  # the last turn computed something
         self._draining = Draining(membership.drain_grace_s)
@@ -162,12 +163,12 @@ class DecodeWorker:
         results = compute(self._runner, plan)
         self._recorder.stepped(self._account.step_of(plan), self._runner.take_spent())
         self._account.num_steps += 1
-        self.scheduler.computed(plan)
         failed: dict[RequestKey, tuple[Request, str]] = {}
         for planned, result in zip(plan, results, strict=True):
             if isinstance(result, str):
                 failed[planned.sequence.request.key] = (planned.sequence.request, result)
             else:
+                self.scheduler.computed([planned])
                 self._answers.take(planned, result)
         for request, reason in failed.values():
             self._fail(request, "decode", reason)
@@ -187,22 +188,25 @@ class DecodeWorker:
             match action:
                 case i.Reply(peer, message):
                     self._channel.send_data(peer, message)
-                case i.AcceptFrames(key, block_ids, num_tokens):
-                    self._receiver.grant(TransferKey(*key), block_ids, num_tokens)
-                case i.Drop(key):
+                case i.AcceptFrames(key, block_ids, num_tokens, first):
+                    self._receiver.grant(TransferKey(*key), block_ids, num_tokens, first)
+                case i.Drop(key, known):
                     self._receiver.revoke(TransferKey(*key))
                     self.blocks.cancel(key)
-                case i.Quarantine(key, writer):
+                    self.blocks.free(known.block_ids)
+                case i.Quarantine(key, known, writer):
                     self._receiver.revoke(TransferKey(*key))
                     self.blocks.quarantine(key, writer)
+                    self.blocks.free(known.block_ids)
                 case i.EndQuarantine(writer):
                     self.blocks.end_quarantine(writer)
                 case i.Begin():
                     key = action.request.key
                     self._receiver.revoke(TransferKey(*key))
-                    self._answers.begin(action, self.blocks.commit(key))
-                case i.BeginLocal(request, block_ids, order):
-                    self._answers.begin_local(request, block_ids, order)
+                    missing = self.blocks.commit(key)
+                    self._answers.begin(action, [*action.known.block_ids, *missing])
+                case i.BeginLocal():
+                    self._answers.begin_local(action)
                 case i.Report(message):
                     self._prompts.forget(RequestKey(message.request_id, message.attempt))
                     self._channel.send_control(message)
@@ -215,7 +219,8 @@ class DecodeWorker:
         if not self.scheduler.sequences and self.intake.idle:
             self.blocks.check()
             counts = self.blocks.counts
-            assert counts.free + counts.quarantined == counts.total, "blocks are held by nobody"
+            assert counts.used == 0, "blocks are held by nobody"
+            assert counts.reserved == counts.quarantined, "a reservation is nobody's"
             assert not self._prompts, "a prompt was not forgotten"
 
     def _coordinator_changed(self, event: EpochChanged | CoordinatorLost) -> None:
@@ -232,7 +237,7 @@ class DecodeWorker:
                     self.act(self.reception.keep_only(kept))
             case m.Prefill():
                 self.act(self.reception.prefill(message, at))
-            case m.Release() | m.PeerGone() | m.Drain() | m.Observe():
+            case _ if isinstance(message, Order):
                 if message.epoch == self._membership.epoch:
                     self._obey(message, self._clock())
             case _:
@@ -251,6 +256,8 @@ class DecodeWorker:
                 self._membership.start_draining()
             case m.Observe():
                 self._observer.begin(message, now)
+            case m.ResetPrefixCache():
+                self.scheduler.cache.clear()
 
     def _fail(self, request: Request, stage: m.Stage, reason: str, retriable: bool = True) -> None:
         self.act(self.reception.forget(request.key))

@@ -87,8 +87,13 @@ class KVReceiver(ABC):
     one_sided: ClassVar[bool] = False
 
     @abstractmethod
-    def grant(self, key: TransferKey, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Let frames of this transfer write tokens [0, num_tokens) of these blocks."""
+    def grant(
+        self, key: TransferKey, block_ids: Sequence[int], num_tokens: int, first_token: int = 0
+    ) -> None:
+        """Let frames of this transfer write tokens [first_token, num_tokens) of these blocks.
+
+        Blocks before that may be others' too.
+        """
 
     @abstractmethod
     def revoke(self, key: TransferKey) -> None:

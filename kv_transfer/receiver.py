@@ -19,6 +19,7 @@ MAX_WRITE_S = 5.0
 class _Grant:
     block_ids: tuple[int, ...]
     num_tokens: int
+    first_token: int
 
 
 class StoreReceiver(KVReceiver):
@@ -31,11 +32,13 @@ class StoreReceiver(KVReceiver):
         self._writing: list[_Grant] = []  # a grant taken back may still be here for one write
         self._changed = threading.Condition()
 
-    def grant(self, key: TransferKey, block_ids: Sequence[int], num_tokens: int) -> None:
+    def grant(
+        self, key: TransferKey, block_ids: Sequence[int], num_tokens: int, first_token: int = 0
+    ) -> None:
         block_size = self._store.layout.block_size
         assert num_tokens <= len(block_ids) * block_size, "a grant of more tokens than blocks hold"
         with self._changed:
-            self._grants[key] = _Grant(tuple(block_ids), num_tokens)
+            self._grants[key] = _Grant(tuple(block_ids), num_tokens, first_token)
 
     def revoke(self, key: TransferKey) -> None:
         """Waits for a write of this transfer only: one copy in memory, which always ends."""
@@ -62,6 +65,9 @@ class StoreReceiver(KVReceiver):
         fault = region_fault(layout, header.region, grant.num_tokens)
         if fault is not None:
             return fault
+        if header.region.token_start < grant.first_token:
+            start, first = header.region.token_start, grant.first_token
+            return f"tokens from {start} on, those before {first} are not to be written"
         expected = region_bytes(layout, header.region)
         if data.nbytes != expected:
             return f"{data.nbytes} bytes for a region of {expected}"

@@ -9,6 +9,7 @@ from prefill_worker.scheduler import PrefillScheduler
 from splitserve.profiling.evidence import Evidence, Phase, SlotLimit
 from splitserve.profiling.recorder import Step
 from splitserve.scheduling.chunking import Planned
+from splitserve.scheduling.sequence import Sequence
 from splitserve.wire.messages import WorkerStats
 
 
@@ -22,6 +23,8 @@ class Account:
     num_tokens: int = 0
     num_kv_bytes: int = 0
     num_steps: int = 0
+    num_prefix_queries: int = 0  # tokens of prompts that began
+    num_prefix_hits: int = 0  # of these, those that were cached
 
     def step_of(self, plan: list[Planned]) -> Step:
         """The step of this plan: its slots are tokens."""
@@ -34,6 +37,11 @@ class Account:
         num_used = self.scheduler.blocks.counts.used
         return Step(num_tokens, 0, num_tokens, most, limit, num_used)
 
+    def began(self, sequence: Sequence) -> None:
+        """A prompt has its blocks, and is computed behind what was cached of it."""
+        self.num_prefix_queries += len(sequence.token_ids)
+        self.num_prefix_hits += sequence.num_cached
+
     @property
     def waits_for(self) -> Phase:
         """What a blocked loop waits for: KV that is to go out, or work."""
@@ -45,6 +53,7 @@ class Account:
             num_blocks_total=counts.total,
             num_blocks_free=counts.free,
             num_blocks_used=counts.used,
+            num_blocks_cached=counts.cached,
             num_blocks_reserved=counts.reserved,
             num_requests_running=self.scheduler.num_computing,
             num_requests_waiting=self.scheduler.num_waiting,
@@ -52,5 +61,7 @@ class Account:
             num_tokens_prefilled=self.num_tokens,
             num_kv_bytes_sent=self.num_kv_bytes,
             num_steps=self.num_steps,
+            num_prefix_queries=self.num_prefix_queries,
+            num_prefix_hits=self.num_prefix_hits,
             evidence=evidence,
         )

@@ -72,9 +72,11 @@ class Handoffs:
         assert request_id not in self._handoffs, f"two attempts at {request_id}"
         self._handoffs[request_id] = Handoff(request, target, heard_at=now)
 
-    def open(self, key: RequestKey, reply_to: str, now: float) -> list[Action]:
-        """The prompt holds its blocks: announce it, unless it ends with its first token."""
+    def open(self, key: RequestKey, reply_to: str, now: float, cached: int = 0) -> list[Action]:
+        """A prompt holds its blocks, KV of `cached` tokens in them: announce it, unless it ends
+        with its first token."""
         handoff = self._handoffs[key.request_id]
+        handoff.num_computed = cached
         if handoff.ends_with_first_token:
             return []
         if handoff.target is None:

@@ -2,6 +2,9 @@
 
 submit ──► waiting ── admit: every block, or none ──► computing ── computed ──► held ── free
 
+A prompt begins behind what is cached of it. While its next block is being computed for another, it
+waits: then that one is cached too.
+
 There is one attempt at a request at a time. It may become the next one in any state (`rekey`),
 and keeps its place and its blocks.
 """
@@ -12,14 +15,22 @@ from collections import OrderedDict
 
 from splitserve.scheduling.block_manager import BlockManager, blocks_for
 from splitserve.scheduling.chunking import Planned, plan_chunks
+from splitserve.scheduling.prefix_cache import PrefixCache
 from splitserve.scheduling.sequence import Request, Sequence
 
 
 class PrefillScheduler:
     """Owns the worker's prompts and the blocks they hold, until the hand-off frees them."""
 
-    def __init__(self, blocks: BlockManager, block_size: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        block_size: int,
+        max_num_batched_tokens: int,
+        cache: PrefixCache | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.cache = cache or PrefixCache(blocks, block_size, enabled=False)
         self._block_size = block_size
         self._budget = max_num_batched_tokens
         self._waiting: OrderedDict[str, Request] = OrderedDict()  # all by request_id
@@ -50,31 +61,28 @@ class PrefillScheduler:
     def admit(self) -> list[Sequence]:
         """Prompts that now hold every block they need, in order of arrival."""
         admitted = []
-        while self._waiting:
-            request_id, request = next(iter(self._waiting.items()))
-            block_ids = self.blocks.allocate(self._blocks_for(request))
-            if block_ids is None:
+        for request_id, request in list(self._waiting.items()):
+            if self.cache.blocked_by(request.token_ids, len(request.token_ids) - 1) is not None:
+                continue
+            if not self._has_room(request):
                 break
             del self._waiting[request_id]
-            self._num_admitted += 1
-            sequence = Sequence(
-                request, request.choices, list(request.token_ids), self._num_admitted, block_ids
-            )
-            sequence.is_prompt = True
-            self._computing[request_id] = sequence
-            admitted.append(sequence)
+            self._computing[request_id] = self._begin(request)
+            admitted.append(self._computing[request_id])
         return admitted
 
     def schedule(self) -> list[Planned]:
         return plan_chunks(self._computing.values(), self._budget)
 
     def computed(self, plan: list[Planned]) -> None:
-        """The step is done: chunks count, and whole prompts wait for their hand-off."""
+        """These chunks are computed, and prompts that are whole wait for their hand-off."""
         for chunk in plan:
             chunk.sequence.num_computed = chunk.end
+            chunk.sequence.keep_in(self.cache)
             if chunk.samples:
                 request_id = chunk.sequence.request.key.request_id
                 self._held[request_id] = self._computing.pop(request_id)
+                self.cache.release(request_id)
 
     def block_ids(self, request_id: str) -> list[int]:
         """The blocks of an admitted prompt."""
@@ -99,8 +107,33 @@ class PrefillScheduler:
         sequence = self._computing.pop(request_id, None) or self._held.pop(request_id, None)
         if sequence is None:
             return False
+        self.cache.release(request_id)
         self.blocks.free(sequence.block_ids)
         return True
+
+    def _has_room(self, request: Request) -> bool:
+        known = self.cache.peek(request.token_ids, len(request.token_ids) - 1)
+        num_missing = self._blocks_for(request) - known.num_tokens // self._block_size
+        return num_missing <= self.blocks.num_free - known.num_evictable
+
+    def _begin(self, request: Request) -> Sequence:
+        """The prompt holds all its blocks: what is cached, and new ones behind it."""
+        known = self.cache.match(request.token_ids, len(request.token_ids) - 1)
+        missing = self.blocks.allocate(self._blocks_for(request) - len(known.block_ids))
+        assert missing is not None, "there was room a moment ago"
+        self.cache.claim(request.key.request_id, request.token_ids)
+        self._num_admitted += 1
+        return Sequence(
+            request,
+            request.choices,
+            list(request.token_ids),
+            self._num_admitted,
+            [*known.block_ids, *missing],
+            num_computed=known.num_tokens,
+            num_cached=known.num_tokens,
+            node=known.node,
+            is_prompt=True,
+        )
 
     def _sequence(self, request_id: str) -> Sequence | None:
         return self._computing.get(request_id) or self._held.get(request_id)

@@ -36,6 +36,7 @@ from splitserve.profiling.recorder import Recorder
 from splitserve.request import SampledToken
 from splitserve.scheduling.block_manager import BlockManager
 from splitserve.scheduling.chunking import Planned
+from splitserve.scheduling.prefix_cache import PrefixCache
 from splitserve.scheduling.prompt_clock import PromptClock
 from splitserve.scheduling.sequence import Request, RequestKey, first_rows
 from splitserve.wire import messages as m
@@ -53,7 +54,7 @@ from splitserve.wire.channel import (
 if TYPE_CHECKING:  # the loop itself needs no torch
     from splitserve.engine.model_runner import ModelRunner
 
-Order = m.Retarget | m.Release | m.PeerGone | m.Drain | m.Observe
+Order = m.Retarget | m.Release | m.PeerGone | m.Drain | m.Observe | m.ResetPrefixCache
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,9 @@ class PrefillWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = BlockManager(runner.num_blocks)
-        self.scheduler = PrefillScheduler(
-            self.blocks, runner.layout.block_size, runner.max_num_batched_tokens
-        )
+        block_size, budget = runner.layout.block_size, runner.max_num_batched_tokens
+        cache = PrefixCache(self.blocks, block_size, runner.config.enable_prefix_caching)
+        self.scheduler = PrefillScheduler(self.blocks, block_size, budget, cache)
         self.handoffs = Handoffs(membership.worker_id, runner.layout, MAX_FRAME_BYTES)
         self._runner = runner
         self._channel = channel
@@ -148,9 +149,10 @@ class PrefillWorker:
 
     def admit(self) -> None:
         """Prompts that now hold their blocks are announced to their decode workers."""
-        now = self._clock()
         for sequence in self.scheduler.admit():
-            self.act(self.handoffs.open(sequence.request.key, self._membership.epoch, now))
+            self._account.began(sequence)
+            key, num_cached = sequence.request.key, sequence.num_cached
+            self.act(self.handoffs.open(key, self._membership.epoch, self._clock(), num_cached))
 
     def compute(self) -> None:
         """One forward pass over the next chunks."""
@@ -166,7 +168,6 @@ class PrefillWorker:
         results = compute(self._runner, plan)
         self._recorder.stepped(self._account.step_of(plan), self._runner.take_spent())
         self._account.num_steps += 1
-        self.scheduler.computed(plan)
         for planned, result in zip(plan, results, strict=True):
             if isinstance(result, str):
                 self.act(self.handoffs.fail(planned.sequence.request.key, "prefill", result))
@@ -217,12 +218,11 @@ class PrefillWorker:
         match message:
             case m.Welcome(_, keep):
                 if self._membership.welcomed(message):
-                    self.act(
-                        self.handoffs.keep_only({RequestKey(h.request_id, h.attempt) for h in keep})
-                    )
+                    kept = {RequestKey(held.request_id, held.attempt) for held in keep}
+                    self.act(self.handoffs.keep_only(kept))
             case m.Prefill():
                 self._submit(message, at)
-            case m.Retarget() | m.Release() | m.PeerGone() | m.Drain() | m.Observe():
+            case _ if isinstance(message, Order):
                 if message.epoch == self._membership.epoch:
                     self._obey(message, now)
             case _:
@@ -242,6 +242,8 @@ class PrefillWorker:
                 self._membership.start_draining()
             case m.Observe():
                 self._observer.begin(message, now)
+            case m.ResetPrefixCache():
+                self.scheduler.cache.clear()
 
     def _submit(self, message: m.Prefill, at: float) -> None:
         request = Request.of(message, at)
@@ -260,19 +262,19 @@ class PrefillWorker:
         self.scheduler.submit(request)
 
     def _computed(self, planned: Planned, tokens: tuple[SampledToken, ...]) -> None:
-        key = planned.sequence.request.key
+        self.scheduler.computed([planned])
         self._account.num_tokens += planned.num_tokens
-        self.handoffs.computed(key, planned.end)
+        self.handoffs.computed(planned.sequence.request.key, planned.end)
         if planned.samples:
             self._first_tokens(planned, tokens)
 
     def _first_tokens(self, planned: Planned, tokens: tuple[SampledToken, ...]) -> None:
         """Report the first token of each choice at once; its KV follows."""
         now = self._clock()
-        request = planned.sequence.request
+        request, num_cached = planned.sequence.request, planned.sequence.num_cached
         rows = first_rows(planned.sequence, tokens)
-        queued_s, prefill_s = self._prompts.finish(request.key, now)
-        first = m.FirstToken(*request.key, request.epoch, rows, queued_s, prefill_s)
+        times = self._prompts.finish(request.key, now)
+        first = m.FirstToken(*request.key, request.epoch, rows, *times, num_cached)
         self._channel.send_control(first)
         unfinished = [row for row in rows if row.finish is None]
         self.act(self.handoffs.prompt_finished(request.key, unfinished, now))
@@ -295,5 +297,4 @@ class PrefillWorker:
         return None if due == float("inf") else max(0.0, due - self._clock())
 
     def _done(self) -> bool:
-        here = self._membership
-        return self._draining.over(self.scheduler.idle, here.connected, self._clock())
+        return self._draining.over(self.scheduler.idle, self._membership.connected, self._clock())

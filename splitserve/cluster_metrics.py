@@ -75,8 +75,6 @@ class ClusterCollector(Collector):
             yield self._counter(name, f"{field} of a worker, since its start.", values)
         for name, text in _OWN_COUNTERS.items():
             yield self._counter(name, text, [(own, float(getattr(cluster, name)))])
-        for name in ("prefix_cache_queries", "prefix_cache_hits"):
-            yield self._counter(name, "Prompt tokens; 0 without a prefix cache.", [(own, 0.0)])
 
     def _bottlenecks(self, cluster: ClusterSample) -> Iterator[Metric]:
         """What binds each worker, and why we say so: its last whole window."""
@@ -136,6 +134,8 @@ class ClusterCollector(Collector):
 # Bytes are counted where they arrive, so that a sum over workers counts each once.
 _WORKER_COUNTERS = {
     "num_preemptions": "num_preemptions",
+    "prefix_cache_queries": "num_prefix_queries",
+    "prefix_cache_hits": "num_prefix_hits",
     "kv_transfer_bytes": "num_kv_bytes_received",
     "num_tokens_prefilled": "num_tokens_prefilled",
     "num_tokens_decoded": "num_tokens_decoded",

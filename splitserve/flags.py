@@ -125,7 +125,7 @@ _ENGINE = (
         low=1,
     ),
     _engine("num_threads", "int", "Threads of a worker. Unset: cores / workers.", low=1, high=4096),
-    _engine("enable_prefix_caching", "bool", "Keep computed prompts for reuse (not built yet)."),
+    _engine("enable_prefix_caching", "bool", "Keep KV for prompts that begin alike."),
     _engine(
         "attention_backend",
         "str",

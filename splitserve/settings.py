@@ -27,7 +27,6 @@ OTHER_VARIABLES = (
 # What the tables offer and this version can't do yet.
 NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "transport": ("shm", "collective", "nixl"),
-    "enable_prefix_caching": (True,),
 }
 
 

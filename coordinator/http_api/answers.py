@@ -92,11 +92,12 @@ class Format(ABC):
         """Prompts once each, answers of all choices."""
         prompt = sum(len(one.token_ids) for one in self.prompts)
         completion = sum(ticket.num_output_tokens for ticket in call.tickets)
+        cached = sum(ticket.num_cached_tokens for ticket in call.tickets)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def timing(self, timelines: dict[int, Timeline]) -> dict[str, Any]:

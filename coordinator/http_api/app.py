@@ -35,6 +35,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/cluster/scale", cluster.scale),
     ("POST", "/cluster/restart", cluster.restart),
     ("POST", "/cluster/profile", cluster.profile),
+    ("POST", "/reset_prefix_cache", cluster.reset_prefix_cache),
 )
 
 

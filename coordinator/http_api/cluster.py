@@ -63,6 +63,11 @@ async def _ndjson(lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         yield dump(line) + b"\n"
 
 
+async def reset_prefix_cache(service: Service, _request: Request) -> Response:
+    """Prompts sent from now on find nothing cached."""
+    return JsonResponse({"worker_ids": service.reset_prefix_cache()})
+
+
 async def metrics(service: Service, _request: Request) -> Response:
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 

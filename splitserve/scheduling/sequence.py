@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 from splitserve.request import Choice, SampledToken, Sampling, TokenRow
 from splitserve.scheduling.finish import finish_reason
+from splitserve.scheduling.prefix_cache import PrefixCache
+from splitserve.scheduling.prefix_tree import PrefixNode
 
 MAX_WAIT_S = 86400.0  # what a message asks beyond that is taken for nonsense
 
@@ -83,7 +85,8 @@ class Sequence:
 
     Until the first token a prompt is one sequence for all its choices (`is_prompt`); then each
     choice goes its own way.
-    `order` is its age: smaller is older. `unreported` are sampled tokens the coordinator has not
+    `order` is its age: smaller is older. `node` is how far its blocks are known to the prefix
+    cache; a fork goes on from its prompt's. `unreported` are sampled tokens the coordinator has not
     been told with a `Tokens` row.
     """
 
@@ -94,6 +97,8 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     spare_block_ids: list[int] = field(default_factory=list)  # for the forks to come
     num_computed: int = 0
+    num_cached: int = 0  # of its prompt's tokens, that were neither computed nor received for it
+    node: PrefixNode | None = None
     is_prompt: bool = False
     unreported: list[SampledToken] = field(default_factory=list)
 
@@ -104,6 +109,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    def keep_in(self, cache: PrefixCache) -> None:
+        """What is computed may be reused, as far as blocks are full."""
+        if self.node is not None:
+            self.node = cache.insert(self.node, self.token_ids, self.block_ids, self.num_computed)
 
     def append(self, token: SampledToken) -> None:
         self.token_ids.append(token.token_id)
@@ -160,7 +170,7 @@ def fork(
     for (choice, token), block_id in zip(first, own, strict=False):
         sequence = Sequence(prompt.request, (choice,), list(prompt.token_ids), prompt.order)
         sequence.block_ids = [*shared, block_id]
-        sequence.num_computed = num_tokens
+        sequence.num_computed, sequence.node = num_tokens, prompt.node
         sequence.append(token)
         sequences.append(sequence)
     assert len(sequences) == len(first), "a choice has no block"

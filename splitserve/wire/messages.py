@@ -125,6 +125,13 @@ class Observe:
     num_kernel_steps: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget every cached block. What is in use stays until it is freed, and is not cached then."""
+
+    epoch: str
+
+
 # -- to the coordinator (control channel) ------------------------------------------------------
 
 
@@ -172,6 +179,7 @@ class FirstToken:
     rows: tuple[TokenRow, ...]
     queued_s: float  # from the Prefill's arrival to its first forward pass
     prefill_s: float  # from there to the token
+    num_cached: int = 0  # tokens of the prompt that were in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +419,16 @@ class AbortAck:
 
 
 ToWorker = (
-    Welcome | Reject | HeartbeatAck | Prefill | Retarget | Release | Drain | PeerGone | Observe
+    Welcome
+    | Reject
+    | HeartbeatAck
+    | Prefill
+    | Retarget
+    | Release
+    | Drain
+    | PeerGone
+    | Observe
+    | ResetPrefixCache
 )
 ToCoordinator = (
     Hello | Heartbeat | FirstToken | HandedOver | Tokens | Observed | Failed | ProcessExited

@@ -52,6 +52,8 @@ class WorkerStats:
     num_preemptions: int = 0
     num_frames_dropped: int = 0
     num_steps: int = 0
+    num_prefix_queries: int = 0  # tokens of prompts that began here
+    num_prefix_hits: int = 0  # of these, those that were cached
     evidence: Evidence | None = None  # of the last whole window
 
 

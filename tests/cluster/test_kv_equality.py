@@ -55,9 +55,11 @@ class CapturingReceiver(StoreReceiver):
     captured: dict[str, bytes]
     lengths: dict[TransferKey, tuple[list[int], int]]
 
-    def grant(self, key: TransferKey, block_ids: Sequence[int], num_tokens: int) -> None:
+    def grant(
+        self, key: TransferKey, block_ids: Sequence[int], num_tokens: int, first_token: int = 0
+    ) -> None:
         self.lengths[key] = (list(block_ids), num_tokens)
-        super().grant(key, block_ids, num_tokens)
+        super().grant(key, block_ids, num_tokens, first_token)
 
     def revoke(self, key: TransferKey) -> None:
         super().revoke(key)

@@ -181,7 +181,6 @@ def test_placement_of_a_pool_comes_from_the_file() -> None:
         ({"kv_cache_memory_bytes": "1 potato"}, "expected a number of bytes"),
         ({"prefill_devices": "0,x"}, "--prefill-devices: expected GPU numbers"),
         ({"transport": "nixl"}, "--transport nixl is not built yet"),
-        ({"enable_prefix_caching": True}, "--enable-prefix-caching True is not built yet"),
         ({"decode_attention_backend": "triton"}, "triton needs a GPU.* --decode-devices 0"),
         ({"attention_backend": "triton", "decode_devices": "0"}, "needs a GPU.* --prefill-devices"),
         ({"attention_backend": "cpu", "prefill_devices": "0"}, "prefill workers have GPUs"),

@@ -266,3 +266,23 @@ def test_timing_does_not_wait_for_long() -> None:
     assert not of(world.wait(TIMING_WAIT_S - 0.1), Finish)
     assert of(world.wait(0.2), Finish)
     assert world.at_rest()
+
+
+@pytest.mark.parametrize(("told", "taken"), [(0, 0), (3, 3), (99, 5), (-1, 0)])
+def test_cached_tokens_are_those_of_the_prompt(told: int, taken: int) -> None:
+    world = World()
+    world.submit(request(max_tokens=1))
+    actions = world.first_token("p0", row(0, 10, finish="length"), num_cached=told)
+    (finish,) = of(actions, Finish)
+    assert finish.num_cached_tokens == taken
+
+
+def test_what_a_later_attempt_finds_cached_does_not_count() -> None:
+    """vllm-project/vllm#25780: tokens computed twice counted as cached."""
+    world = World()
+    world.submit(request(max_tokens=2))
+    world.first_token("p0", num_cached=1)
+    world.failed("d0", "decode", retriable=True)
+    actions = world.first_token("p0", row(1, 11, finish="length"), attempt=1, num_cached=4)
+    (finish,) = of(actions, Finish)
+    assert finish.num_cached_tokens == 1

@@ -94,9 +94,15 @@ class World:
     # -- what workers say ---------------------------------------------------------------------
 
     def first_token(
-        self, worker_id: str, *rows: m.TokenRow, request_id: str = "r", attempt: int = 0
+        self,
+        worker_id: str,
+        *rows: m.TokenRow,
+        request_id: str = "r",
+        attempt: int = 0,
+        num_cached: int = 0,
     ) -> list[Action]:
-        said = m.FirstToken(request_id, attempt, EPOCH, rows or (row(0, 10),), 0.1, 0.2)
+        rows = rows or (row(0, 10),)
+        said = m.FirstToken(request_id, attempt, EPOCH, rows, 0.1, 0.2, num_cached)
         return self.hear(worker_id, said)
 
     def handed_over(self, worker_id: str, request_id: str = "r") -> list[Action]:

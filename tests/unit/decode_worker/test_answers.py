@@ -28,7 +28,8 @@ class Step:
         rows = tuple(m.TokenRow(name, 0, choice, 0, (5,)) for choice in range(n))
         block_ids = self.blocks.allocate(2 + n)
         assert block_ids is not None
-        self.answers.begin(i.Begin(request, rows, 1, whole_at), block_ids)
+        nothing = self.scheduler.cache.match(request.token_ids, 0)
+        self.answers.begin(i.Begin(request, rows, 1, whole_at, nothing), block_ids)
 
     def run(self, seconds: float) -> m.Tokens:
         """A step of everything."""

@@ -4,6 +4,7 @@ from decode_worker import incoming as i
 from decode_worker.intake import MAX_PASSES, Intake, IntakeLimits
 from kv_transfer.base import FrameDropped, FrameWritten, TransferKey
 from splitserve.scheduling.block_manager import BlockManager
+from splitserve.scheduling.prefix_cache import PrefixCache
 from splitserve.scheduling.sequence import RequestKey
 from splitserve.wire import messages as m
 from tests.unit.requests import LAYOUT, make_request
@@ -11,12 +12,10 @@ from tests.unit.requests import LAYOUT, make_request
 FROM = i.Sender("prefill-0", "peer")
 
 
-def intake(num_blocks: int = 8, max_num_seqs: int = 8) -> Intake:
-    return Intake(
-        LAYOUT,
-        BlockManager(num_blocks),
-        IntakeLimits(max_num_seqs, vocab_size=100, max_model_len=1000),
-    )
+def intake(num_blocks: int = 8, max_num_seqs: int = 8, enabled: bool = False) -> Intake:
+    blocks = BlockManager(num_blocks)
+    limits = IntakeLimits(max_num_seqs, vocab_size=100, max_model_len=1000)
+    return Intake(LAYOUT, blocks, limits, PrefixCache(blocks, LAYOUT.block_size, enabled))
 
 
 def admit(state: Intake, now: float = 0.0) -> list[i.Action]:
@@ -280,3 +279,61 @@ def test_a_prompt_whose_peer_can_not_be_answered_is_given_up() -> None:
     assert state.unreachable(RequestKey("a", 1)) == []
     assert kinds(state.unreachable(RequestKey("a", 0))) == ["Drop", "AbortAck", "Failed"]
     assert state.idle
+
+
+def begun(state: Intake, name: str, num_tokens: int) -> None:
+    """A prompt came in, is decoded, and its blocks are cached."""
+    state.add(make_request(name, num_tokens), FROM)
+    admit(state)
+    state.written(arrived(name, 0, num_tokens), 1.0)
+    begin = (state.commit(commit(name), 2.0) or [])[0]
+    assert isinstance(begin, i.Begin)
+    block_ids = [*begin.known.block_ids, *state.blocks.commit(begin.request.key)]
+    state.cache.insert(begin.known.node, begin.request.token_ids, block_ids, num_tokens)
+    state.cache.release(begin.request.key)
+
+
+def test_only_what_is_missing_is_asked_for() -> None:
+    """Blocks that are here come first, and are not to be written."""
+    state = intake(num_blocks=16, enabled=True)
+    begun(state, "a", 8)
+    state.add(make_request("b", 13), FROM)
+    accept, reply = admit(state)
+    assert isinstance(accept, i.AcceptFrames) and isinstance(reply, i.Reply)
+    assert (accept.num_tokens, accept.first_missing_token) == (13, 8)
+    assert reply.message == m.Grant("b", 0, "epoch", 8)
+    assert state.commit(commit("b"), 3.0) == []
+    assert kinds(state.written(arrived("b", 8, 13), 4.0)) == ["Begin", "Received"]
+
+
+def test_a_prompt_that_is_here_begins_with_its_commit() -> None:
+    """vllm-project/vllm PR#18632, #25267: nothing was pulled, and the other side never heard."""
+    state = intake(num_blocks=16, enabled=True)
+    begun(state, "a", 8)
+    state.add(make_request("b", 8), FROM)
+    assert kinds(admit(state)) == ["AcceptFrames", "Grant"]
+    assert kinds(state.commit(commit("b"), 3.0)) == ["Begin", "Received"]
+
+
+def test_who_begins_alike_waits_until_that_is_here_or_lost() -> None:
+    state = intake(num_blocks=32, enabled=True)
+    for name in "abc":
+        state.add(make_request(name, 9), FROM)
+    assert kinds(admit(state)) == ["AcceptFrames", "Grant", "Queued", "Queued"]
+    assert kinds(admit(state)) == []
+    (drop,) = state.release(RequestKey("a", 0))
+    assert isinstance(drop, i.Drop)
+    state.blocks.cancel(drop.key)
+    state.blocks.free(drop.known.block_ids)
+    assert kinds(admit(state)) == ["AcceptFrames", "Grant"]  # of b; c waits on
+    assert state.num_waiting == 1
+
+
+def test_what_this_worker_computes_lacks_at_least_its_last_token() -> None:
+    """GeeeekExplorer/nano-vllm#144: a prompt of whole blocks, all cached, left nothing to run."""
+    state = intake(num_blocks=16, enabled=True)
+    begun(state, "a", 8)
+    state.add(make_request("b", 8), None)
+    (begin,) = admit(state)
+    assert isinstance(begin, i.BeginLocal)
+    assert begin.known.num_tokens == 4

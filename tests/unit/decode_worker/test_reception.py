@@ -20,6 +20,7 @@ from kv_transfer.base import FrameWritten, TransferKey
 from splitserve.draining import Draining
 from splitserve.request import Sampling
 from splitserve.scheduling.block_manager import BlockManager
+from splitserve.scheduling.prefix_cache import PrefixCache
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
 from tests.unit.requests import LAYOUT
@@ -40,13 +41,16 @@ class NoCopies:
 class Decode(RuleBasedStateMachine):
     """A decode worker without sockets, tensors and time."""
 
+    keeps_prefixes = False
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.blocks = BlockManager(8)
-        self.scheduler = DecodeScheduler(self.blocks, LAYOUT.block_size, 64)
+        cache = PrefixCache(self.blocks, LAYOUT.block_size, self.keeps_prefixes)
+        self.scheduler = DecodeScheduler(self.blocks, LAYOUT.block_size, 64, cache)
         limits = IntakeLimits(8, vocab_size=100, max_model_len=100, max_step_s=MAX_STEP_S)
-        self.intake = Intake(LAYOUT, self.blocks, limits)
+        self.intake = Intake(LAYOUT, self.blocks, limits, self.scheduler.cache)
         answers = Answers(self.scheduler, NoCopies(), LAYOUT.block_size, lambda: self.now)
         self.answers = answers
         here = Here("decode", "epoch", LAYOUT)
@@ -64,12 +68,14 @@ class Decode(RuleBasedStateMachine):
             match action:
                 case i.Reply(_, message):
                     self.unanswered.discard(RequestKey(message.request_id, message.attempt))
-                case i.AcceptFrames(key, block_ids):
-                    self.grants[key] = block_ids
-                case i.Drop(key):
+                case i.AcceptFrames(key, block_ids, _, first):
+                    self.grants[key] = block_ids[first // LAYOUT.block_size :]
+                case i.Drop(key, known):
                     del self.grants[key]
                     self.blocks.cancel(key)
-                case i.Quarantine(key, writer):
+                    self.blocks.free(known.block_ids)
+                case i.Quarantine(key, known, writer):
+                    self.blocks.free(known.block_ids)
                     self.quarantined.setdefault(writer, 0)
                     self.quarantined[writer] += len(self.grants.pop(key))
                     self.blocks.quarantine(key, writer)
@@ -78,9 +84,10 @@ class Decode(RuleBasedStateMachine):
                     self.blocks.end_quarantine(writer)
                 case i.Begin(request):
                     del self.grants[request.key]
-                    self.answers.begin(action, self.blocks.commit(request.key))
-                case i.BeginLocal(request, block_ids, order):
-                    self.answers.begin_local(request, block_ids, order)
+                    missing = self.blocks.commit(request.key)
+                    self.answers.begin(action, [*action.known.block_ids, *missing])
+                case i.BeginLocal():
+                    self.answers.begin_local(action)
                 case i.Report(message):
                     key = RequestKey(message.request_id, message.attempt)
                     self.answers.prompts.forget(key)
@@ -239,9 +246,18 @@ class Decode(RuleBasedStateMachine):
         self.another_coordinator()
         for worker in ("p0", "p1", "p2"):
             self.peer_gone(worker, reaped=True)
-        assert self.blocks.counts.free == self.blocks.counts.total
+        assert self.blocks.counts.free + self.blocks.counts.cached == self.blocks.counts.total
+        assert self.keeps_prefixes or self.blocks.counts.cached == 0
         assert not self.answers.prompts
 
 
-Decode.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+class CachingDecode(Decode):
+    """All prompts are alike."""
+
+    keeps_prefixes = True
+
+
+ENOUGH = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Decode.TestCase.settings = CachingDecode.TestCase.settings = ENOUGH
 TestDecode = Decode.TestCase
+TestCachingDecode = CachingDecode.TestCase

@@ -113,3 +113,13 @@ def test_revoking_what_was_never_granted_is_fine() -> None:
     receiver = StoreReceiver(FakeStore())
     receiver.revoke(KEY)
     assert isinstance(receiver.accept(*frame()), FrameDropped)
+
+
+def test_tokens_that_were_there_before_are_never_written() -> None:
+    """Their blocks are read by others, whatever a peer sends."""
+    store = FakeStore()
+    receiver = StoreReceiver(store)
+    receiver.grant(KEY, [5], 16, first_token=8)
+    dropped = receiver.accept(*frame())
+    assert isinstance(dropped, FrameDropped) and "those before 8 are not to be" in dropped.reason
+    assert not store.blocks.any()

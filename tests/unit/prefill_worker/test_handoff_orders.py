@@ -22,6 +22,7 @@ from prefill_worker.handoffs import Handoffs
 from prefill_worker.scheduler import PrefillScheduler
 from splitserve.request import Sampling
 from splitserve.scheduling.block_manager import BlockManager
+from splitserve.scheduling.prefix_cache import PrefixCache
 from splitserve.scheduling.sequence import Request, RequestKey
 from splitserve.wire import messages as m
 from tests.unit.requests import LAYOUT
@@ -35,11 +36,14 @@ DEADLINE_S, STALL_S = 50.0, 5.0
 class Prefill(RuleBasedStateMachine):
     """A prefill worker without sockets, tensors and time."""
 
+    keeps_prefixes = False
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.blocks = BlockManager(6)
-        self.scheduler = PrefillScheduler(self.blocks, LAYOUT.block_size, 4)
+        cache = PrefixCache(self.blocks, LAYOUT.block_size, self.keeps_prefixes)
+        self.scheduler = PrefillScheduler(self.blocks, LAYOUT.block_size, 4, cache)
         self.handoffs = Handoffs("p", LAYOUT, 200)
         self.next_attempt = dict.fromkeys(LENGTHS, 0)
         self.aborted: set[RequestKey] = set()
@@ -172,7 +176,8 @@ class Prefill(RuleBasedStateMachine):
     def turn(self, num_bytes: int) -> None:
         """Admit, compute a step, push."""
         for sequence in self.scheduler.admit():
-            self.act(self.handoffs.open(sequence.request.key, "reply", self.now))
+            key, num_cached = sequence.request.key, sequence.num_cached
+            self.act(self.handoffs.open(key, "reply", self.now, num_cached))
         self.act(self.handoffs.before_step(self.now))
         plan = self.scheduler.schedule()
         self.scheduler.computed(plan)
@@ -214,8 +219,17 @@ class Prefill(RuleBasedStateMachine):
         self.act(self.handoffs.keep_only(()))
         assert self.told == {}
         assert self.scheduler.idle
-        assert self.blocks.counts.free == self.blocks.counts.total
+        assert self.blocks.counts.free + self.blocks.counts.cached == self.blocks.counts.total
+        assert self.keeps_prefixes or self.blocks.counts.cached == 0
 
 
-Prefill.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+class CachingPrefill(Prefill):
+    """All prompts begin alike."""
+
+    keeps_prefixes = True
+
+
+ENOUGH = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Prefill.TestCase.settings = CachingPrefill.TestCase.settings = ENOUGH
 TestPrefill = Prefill.TestCase
+TestCachingPrefill = CachingPrefill.TestCase

@@ -3,11 +3,13 @@ from hypothesis import strategies as st
 
 from prefill_worker.scheduler import PrefillScheduler
 from splitserve.scheduling.block_manager import BlockManager
+from splitserve.scheduling.prefix_cache import PrefixCache
 from tests.unit.requests import make_request
 
 
-def scheduler(num_blocks: int = 8, budget: int = 16) -> PrefillScheduler:
-    return PrefillScheduler(BlockManager(num_blocks), 4, budget)
+def scheduler(num_blocks: int = 8, budget: int = 16, caches: bool = False) -> PrefillScheduler:
+    blocks = BlockManager(num_blocks)
+    return PrefillScheduler(blocks, 4, budget, PrefixCache(blocks, 4, caches))
 
 
 def test_a_prompt_is_admitted_with_all_its_blocks_or_waits() -> None:
@@ -94,3 +96,38 @@ def test_every_token_of_every_prompt_is_computed_once(lengths: list[int], budget
         prefill.blocks.check()
     assert list(computed.values()) == lengths
     assert prefill.blocks.counts.used == 0
+
+
+def test_who_begins_alike_waits_and_then_begins_behind_it() -> None:
+    prefill = scheduler(num_blocks=20, caches=True)
+    for name, length in (("a", 10), ("b", 12), ("c", 8)):
+        prefill.submit(make_request(name, length))
+    assert [s.request.key.request_id for s in prefill.admit()] == ["a"]
+    prefill.computed(prefill.schedule())
+    assert [(s.request.key.request_id, s.num_computed) for s in prefill.admit()] == [
+        ("b", 8),
+        ("c", 4),  # its last token is computed, and with it its last block
+    ]
+    assert [(p.start, p.end) for p in prefill.schedule()] == [(8, 12), (4, 8)]
+
+
+def test_a_prompt_whose_step_failed_is_not_cached_and_wakes_who_waited() -> None:
+    prefill = scheduler(num_blocks=20, caches=True)
+    for name in "ab":
+        prefill.submit(make_request(name, 10))
+    prefill.admit()
+    prefill.schedule()  # and nothing is computed
+    assert prefill.release("a")
+    assert [(s.request.key.request_id, s.num_cached) for s in prefill.admit()] == [("b", 0)]
+
+
+def test_cached_blocks_make_room_for_other_prompts() -> None:
+    prefill = scheduler(num_blocks=3, caches=True)
+    prefill.submit(make_request("a", 9))
+    prefill.admit()
+    prefill.computed(prefill.schedule())
+    assert prefill.release("a")
+    assert (prefill.blocks.counts.cached, prefill.blocks.counts.free) == (2, 1)
+    prefill.submit(make_request("b", 12))
+    assert [s.num_cached for s in prefill.admit()] == [8]
+    prefill.blocks.check()
