@@ -78,7 +78,9 @@ class PrefixCache:
         """Cache the full blocks of a sequence's first `num_tokens` tokens; its node from now on.
 
         The KV of those tokens is in `block_ids`, computed or verified here, and the caller holds a
-        reference of each. A block whose tokens are here already stays out, as a plain used one.
+        reference of each. Where another's block has the same tokens its own stays out, as a plain
+        used one, and so does what is behind it: else a block that nobody refers to could not be
+        evicted, and a lone sequence might not fit.
         """
         num_full = num_tokens // self._block_size
         if not self._enabled or num_full <= node.depth:
@@ -93,6 +95,8 @@ class PrefixCache:
             if child is None:
                 self._blocks.keep(block_ids[index])
                 child = self._tree.add(here, block, block_ids[index])
+            elif child.block_id != block_ids[index]:
+                break
             here = child
         return here
 

@@ -59,11 +59,13 @@ class Model:
         return found
 
     def insert(self, running: Running) -> None:
-        num_full = running.num_computed // SIZE
-        if running.num_clears == self.num_clears and num_full > running.num_inserted:
-            running.num_inserted = num_full
-            for index in range(num_full):
-                self.cached.setdefault(running.prefix(index), running.block_ids[index])
+        if running.num_clears != self.num_clears:
+            return
+        for index in range(running.num_inserted, running.num_computed // SIZE):
+            block_id = running.block_ids[index]
+            if self.cached.setdefault(running.prefix(index), block_id) != block_id:
+                return  # another's
+            running.num_inserted = index + 1
 
     def evict(self, count: int) -> None:
         for prefix in sorted(self.idle, key=lambda p: self.idle[p])[:count]:
@@ -269,7 +271,8 @@ class Orders(RuleBasedStateMachine):
         cached = set(self.model.cached.values()) - used
         assert (counts.used, counts.cached) == (len(used), len(cached))
         assert counts.free + counts.used + counts.cached + counts.reserved == counts.total
-        assert self.blocks.num_free == counts.free + len(self.model.idle)
+        assert len(self.model.idle) == counts.cached, "nobody refers to it, yet it is held"
+        assert self.blocks.num_free == counts.free + counts.cached
 
     @invariant()
     def a_reader_knows_exactly_what_is_here(self) -> None:
