@@ -10,10 +10,8 @@ from decode_worker.incoming import Begin, BeginLocal
 from decode_worker.scheduler import DecodeScheduler
 from splitserve.request import SampledToken
 from splitserve.scheduling.chunking import Planned
-from splitserve.scheduling.prefix_cache import Match
 from splitserve.scheduling.prompt_clock import PromptClock
 from splitserve.scheduling.sequence import (
-    Request,
     RequestKey,
     Sequence,
     first_rows,
@@ -47,7 +45,7 @@ class Answers:
 
     def begin(self, begin: Begin, block_ids: list[int]) -> None:
         """All KV of a prompt is in `block_ids`: its choices go on from their first tokens."""
-        prompt = self._prompt(begin.request, block_ids, begin.order, begin.known)
+        prompt = self._prompt(begin, block_ids)
         prompt.num_computed = len(prompt.token_ids)
         prompt.keep_in(self.scheduler.cache)
         self.scheduler.cache.release(begin.request.key)
@@ -56,7 +54,7 @@ class Answers:
 
     def begin_local(self, begin: BeginLocal) -> None:
         """This worker computes the prompt itself, behind what is cached."""
-        prompt = self._prompt(begin.request, begin.block_ids, begin.order, begin.known)
+        prompt = self._prompt(begin, begin.block_ids)
         prompt.num_computed = prompt.num_cached
         self.scheduler.begin(prompt)
 
@@ -85,8 +83,9 @@ class Answers:
                 begun.append(m.Begun(*key, *self.prompts.finish(key, now)))
         return m.Tokens(epoch, tuple(self.rows), tuple(begun))
 
-    def _prompt(self, request: Request, block_ids: list[int], order: int, known: Match) -> Sequence:
-        prompt = Sequence(request, request.choices, list(request.token_ids), order)
+    def _prompt(self, begin: Begin | BeginLocal, block_ids: list[int]) -> Sequence:
+        request, known = begin.request, begin.known
+        prompt = Sequence(request, request.choices, list(request.token_ids), begin.order)
         prompt.num_cached, prompt.node = known.num_tokens, known.node
         self.num_prefix_queries += len(request.token_ids)
         self.num_prefix_hits += known.num_tokens
